@@ -1,0 +1,79 @@
+"""Frozen configuration of one engine, with the checks that need no model and no device.
+
+Owns the option names. Derived values are new objects from pure functions; nobody changes a
+configuration after it was built. Knows no file format (the CLI reads YAML/TOML).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpu_engine.errors import InvalidConfig
+
+DTYPES = ("auto", "float32", "bfloat16")
+QUANTIZATIONS = ("none", "w8a8")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a person may choose about the engine; `None` and "auto" mean derived.
+
+    Attributes:
+        model: a Hugging Face directory, a `.gguf` file, or the name of an installed demo model.
+        dtype: of weights and activations; auto is bfloat16 on TPU, float32 on CPU.
+        kv_dtype: of the KV cache; auto follows `dtype`.
+        quantize: "none", or "w8a8" (int8 weights per output channel, int8 activations per token).
+        page_size: token positions per page.
+        num_pages: pages in the pool, null page included; None derives it.
+        max_model_len: prompt plus output tokens of one request; None takes min(model's, 4096).
+        max_num_seqs: sequences that may hold a slot at once.
+        max_num_batched_tokens: tokens of the largest step.
+        max_waiting: requests that may wait for admission before new ones are refused.
+        max_chunk: largest prefill chunk of one request in one step; None means no own limit.
+        tensor_parallel: devices on the `tensor` mesh axis.
+        overlap: plan and dispatch step N+1 before the tokens of step N are read back.
+        compile_cache: folder for compiled programs; None keeps them in memory only.
+    """
+
+    model: str
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    quantize: str = "none"
+    page_size: int = 16
+    num_pages: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 256
+    max_waiting: int = 1024
+    max_chunk: int | None = None
+    tensor_parallel: int = 1
+    overlap: bool = True
+    compile_cache: str | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("quantize", self.quantize, QUANTIZATIONS)
+        if self.page_size not in (8, 16, 32, 64, 128, 256):
+            raise InvalidConfig("page_size", "one of 8, 16, 32, 64, 128, 256", self.page_size)
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "tensor_parallel"):
+            _at_least_one(name, getattr(self, name))
+        for name in ("num_pages", "max_model_len", "max_chunk"):
+            if getattr(self, name) is not None:
+                _at_least_one(name, getattr(self, name))
+        if self.max_num_seqs > self.max_num_batched_tokens:
+            raise InvalidConfig(
+                "max_num_seqs",
+                f"at most max_num_batched_tokens ({self.max_num_batched_tokens})",
+                self.max_num_seqs,
+            )
+
+
+def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        raise InvalidConfig(option, "one of " + ", ".join(allowed), value)
+
+
+def _at_least_one(option: str, value: int) -> None:
+    if value < 1:
+        raise InvalidConfig(option, "at least 1", value)

@@ -1,0 +1,59 @@
+"""Messages between the front (text, streams) and the step loop: plain, serialisable data.
+
+Owns the wire format of the two bounded queues, so that front and step loop can be one process or
+two. Knows no transport.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tpu_engine.request import Finish, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Front to loop: serve this request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """Front to loop: end this request now (cancel, disconnect, stop string, deadline)."""
+
+    request_id: int
+    finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class RequestOutput:
+    """Loop to front: tokens and, at the end, exactly one `finish`.
+
+    `time_s` is when the tokens were known, `first_scheduled_s` when the first chunk was planned
+    (None while it waits), both on the engine's clock. `num_computed_prompt_tokens` counts prompt
+    tokens whose KV is in the cache.
+    """
+
+    request_id: int
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    time_s: float
+    first_scheduled_s: float | None
+    num_computed_prompt_tokens: int
+    finish: Finish | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """A snapshot of the step loop: counters since start, gauges now."""
+
+    running: int
+    waiting: int
+    free_pages: int
+    total_pages: int
+    steps: int
+    useful_tokens: int
+    executed_tokens: int
+    watermark: str
+    compile_count: int
