@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tpu_engine.errors import InvalidRequest, Overloaded
 from tpu_engine.request import Finish, Request
 
 
@@ -45,6 +46,14 @@ class RequestOutput:
 
 
 @dataclass(frozen=True, slots=True)
+class Refused:
+    """Loop to front: the request was never admitted; `error` says why. No output follows."""
+
+    request_id: int
+    error: InvalidRequest | Overloaded
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the step loop: counters since start, gauges now."""
 
@@ -57,3 +66,7 @@ class EngineStatus:
     executed_tokens: int
     watermark: str
     compile_count: int
+
+
+Inbound = Submit | End
+Outbound = RequestOutput | Refused
