@@ -1,0 +1,114 @@
+"""Layers shared by the model families: dense (float or int8), RMS norm, rotary embedding.
+
+Owns how a stored weight becomes a matmul. Pure functions and small modules; knows no family,
+no cache, no batch.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from tpu_engine.models.weights_spec import WeightSpec
+
+
+def weight_param(spec: WeightSpec, num_layers: int, dtype: jnp.dtype) -> nnx.Param:
+    """An unloaded parameter with its logical axes; allocate only under `nnx.eval_shape`."""
+    lead, lead_axes = ((num_layers,), ("layers",)) if spec.stacked else ((), ())
+    return nnx.Param(
+        jnp.zeros((*lead, *spec.shape), dtype), logical_axes=(*lead_axes, *spec.axes)
+    )
+
+
+class Dense(nnx.Module):
+    """`y = x W^T` over the spec's input axes: `[T, *in] -> [T, *out]`.
+
+    With `quantized`, W is int8 with one scale per output and x is rounded to int8 with one scale
+    per token, so the matmul is exact integer arithmetic (LLM.int8(), arXiv:2208.07339, without
+    its outlier path).
+    """
+
+    def __init__(
+        self, spec: WeightSpec, num_layers: int, dtype: jnp.dtype, *, quantized: bool
+    ) -> None:
+        self.num_in = spec.num_in
+        self.kernel = weight_param(spec, num_layers, jnp.dtype(jnp.int8) if quantized else dtype)
+        self.scale = None
+        if quantized:
+            self.scale = weight_param(output_axes(spec), num_layers, jnp.dtype(jnp.float32))
+
+    def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
+        kernel = self.kernel[...]
+        out_shape = kernel.shape[: -self.num_in]
+        flat_x = x.reshape(x.shape[0], -1)
+        flat_kernel = kernel.reshape(math.prod(out_shape), -1)
+        if self.scale is None:
+            y = matmul_transposed(flat_x, flat_kernel, x.dtype)
+        else:
+            rounded, x_scale = quantize_rows(flat_x)
+            exact = matmul_transposed(rounded, flat_kernel, jnp.int32)
+            y = (exact.astype(jnp.float32) * x_scale * self.scale[...].reshape(-1)).astype(x.dtype)
+        return y.reshape(x.shape[0], *out_shape)
+
+
+def output_axes(spec: WeightSpec) -> WeightSpec:
+    """The spec of a quantised weight's scales: the same weight without its input axes."""
+    kept = len(spec.shape) - spec.num_in
+    return WeightSpec(spec.shape[:kept], spec.axes[:kept], 0, {}, spec.read, spec.stacked)
+
+
+def matmul_transposed(
+    x: Float[Array, "T I"], w: Float[Array, "O I"], dtype: jnp.dtype | type
+) -> Float[Array, "T O"]:
+    """`x w^T` accumulated and returned in `dtype`."""
+    return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
+
+
+def quantize_rows(x: Float[Array, "T I"]) -> tuple[Int[Array, "T I"], Float[Array, "T 1"]]:
+    """Rounds each row to int8 symmetrically; returns the integers and the scale per row."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-12) / 127.0
+    return jnp.round(x / scale).astype(jnp.int8), scale
+
+
+def quantize_weight(w: np.ndarray, num_in: int) -> tuple[np.ndarray, np.ndarray]:
+    """Rounds a weight to int8 per output (all but the last `num_in` axes), on the host.
+
+    Returns the integers, shaped as `w`, and float32 scales, shaped as the output axes.
+    """
+    axes = tuple(range(w.ndim - num_in, w.ndim))
+    w = w.astype(np.float32)
+    scale = np.maximum(np.abs(w).max(axis=axes, keepdims=True), np.float32(1e-12)) / 127
+    return np.rint(w / scale).astype(np.int8), np.squeeze(scale, axis=axes)
+
+
+def rms_norm(
+    x: Float[Array, "T D"], weight: Float[Array, "D"], eps: float
+) -> Float[Array, "T D"]:
+    """Root mean square norm (arXiv:1910.07467), computed in float32."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)
+    return (wide * inverse * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope_angles(
+    positions: Int[Array, "T"], inverse_frequencies: tuple[float, ...]
+) -> tuple[Float[Array, "T 1 H2"], Float[Array, "T 1 H2"]]:
+    """Cosines and sines of every token's rotation, shared by all layers."""
+    frequencies = np.array(inverse_frequencies, np.float32)
+    angles = positions.astype(jnp.float32)[:, None, None] * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def rotate(
+    x: Float[Array, "T N H"], cos: Float[Array, "T 1 H2"], sin: Float[Array, "T 1 H2"]
+) -> Float[Array, "T N H"]:
+    """Rotary embedding (arXiv:2104.09864), halves of the head paired."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cos - second * sin, second * cos + first * sin]
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)

@@ -1,0 +1,112 @@
+"""The step program: from packed tokens to sampled tokens, one executable per shape.
+
+Owns what a step computes and in which order. Knows no scheduler, no files and no compile cache:
+it offers a function to lower for a shape.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from buckets.shape import StepShape
+from kernels.attention import Backend, attention_work, ragged_paged_attention
+from kernels.attention.cache_layout import KV_HEAD_AXIS
+from tpu_engine.models.llama import Attend
+from tpu_engine.models.sharding import TENSOR
+from tpu_engine.sampling import SamplingRows, sample
+from tpu_engine.step_inputs import FLOAT_FIELDS, InputLayout
+
+
+class StepState(NamedTuple):
+    """What lives on the device between steps; donated to every step and returned by it."""
+
+    cache: Float[Array, "L P 2 K S H"]
+    last_tokens: Int[Array, "slots"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepProgram:
+    """Builds the step function of any shape for one model on one mesh.
+
+    Attributes:
+        graph: the model's static half (`nnx.split`); weights are an argument of the step.
+        backend: the attention backend.
+    """
+
+    graph: nnx.GraphDef
+    mesh: Mesh
+    page_size: int
+    backend: Backend
+
+    def function(self, shape: StepShape) -> Callable[..., tuple[StepState, Int[Array, "3 R"]]]:
+        """The jitted step `(weights, state, buffer) -> (state, results)`; `state` is donated.
+
+        `results` holds token ids, the bits of their log-probabilities and 1 where the row's
+        logits were finite.
+        """
+        return jax.jit(partial(self._step, shape), donate_argnums=(1,))
+
+    def _step(
+        self, shape: StepShape, weights: nnx.State, state: StepState, buffer: Int[Array, "n"]
+    ) -> tuple[StepState, Int[Array, "3 R"]]:
+        field = _unpack(InputLayout.of(shape), buffer)
+        cache, last_tokens = state
+        slots = field["device_slots"]
+        on_device = last_tokens[jnp.maximum(slots, 0)]
+        token_ids = jnp.where(slots >= 0, on_device, field["token_ids"])
+
+        num_seqs = field["num_seqs"][0]
+        batch = (field["page_table"], field["kv_lens"], field["cu_q_lens"], num_seqs)
+        work = attention_work(*batch, num_tokens=shape.num_tokens, page_size=self.page_size)
+
+        def attend(q: Array, k: Array, v: Array, cache: Array, layer: Array):
+            return ragged_paged_attention(
+                q, k, v, cache, layer, *batch, backend=self.backend, work=work
+            )
+
+        model = nnx.merge(self.graph, weights)
+        hidden, cache = model(token_ids, work.places.positions, cache, self._sharded(attend))
+        logits = model.logits(hidden[field["logit_rows"]])
+        sampled = sample(logits, SamplingRows(*(field[name] for name in SamplingRows._fields)))
+        last_tokens = last_tokens.at[field["target_slots"]].set(sampled.token_ids, mode="drop")
+        bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
+        results = jnp.stack([sampled.token_ids, bits, sampled.finite.astype(jnp.int32)])
+        return StepState(cache, last_tokens), results
+
+    def _sharded(self, attend: Attend) -> Attend:
+        """Runs attention per shard of the KV heads; heads never talk to each other."""
+        if self.mesh.size == 1:
+            return attend
+        heads = PartitionSpec(None, TENSOR, None)
+        cache = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(6)))
+        return jax.shard_map(
+            attend,
+            mesh=self.mesh,
+            in_specs=(heads, heads, heads, cache, PartitionSpec()),
+            out_specs=(heads, cache),
+            check_vma=False,
+        )
+
+
+def _unpack(layout: InputLayout, buffer: Int[Array, "n"]) -> dict[str, Array]:
+    fields: dict[str, Array] = {}
+    for name, (offset, dims) in layout.fields.items():
+        size = 1
+        for dim in dims:
+            size *= dim
+        value = jax.lax.slice_in_dim(buffer, offset, offset + size).reshape(dims)
+        if name in FLOAT_FIELDS:
+            value = jax.lax.bitcast_convert_type(value, jnp.float32)
+        elif name == "seed":
+            value = jax.lax.bitcast_convert_type(value, jnp.uint32)
+        fields[name] = value
+    return fields
