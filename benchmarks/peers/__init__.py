@@ -1,0 +1,1 @@
+"""Drivers of other engines: each runs in a venv of its own, as a subprocess."""
