@@ -143,7 +143,8 @@ def default_plan(limits: PlanLimits, max_shapes: int = MAX_DEFAULT_SHAPES) -> Pl
 def plan_to_yaml(plan: Plan) -> str:
     """The plan as YAML text, `schema_version` first."""
     content = {"schema_version": SCHEMA_VERSION, "shapes": [asdict(s) for s in plan.shapes]}
-    return yaml.safe_dump(content, sort_keys=False)
+    # The stub of safe_dump has one parameter without a type.
+    return yaml.safe_dump(content, sort_keys=False)  # pyright: ignore[reportUnknownMemberType]
 
 
 def plan_from_yaml(text: str) -> Plan:
