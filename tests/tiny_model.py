@@ -192,10 +192,11 @@ def write_gguf(
     """Writes the same model as GGUF, matrices stored as `kind` (one that `gguf` can quantise)."""
     writer = gguf.GGUFWriter(path, "llama")
     _add_gguf_metadata(writer, spec)
+    names = gguf_names(spec)
     for name, weight in tensors(spec).items():
         stored_as = kind if weight.ndim == 2 else gguf.GGMLQuantizationType.F32
         stored = gguf.quants.quantize(_llama_cpp_rows(name, weight, spec), stored_as)
-        writer.add_tensor(gguf_name(name), stored, raw_dtype=stored_as)
+        writer.add_tensor(names[name], stored, raw_dtype=stored_as)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -203,13 +204,11 @@ def write_gguf(
     return path
 
 
-def gguf_name(name: str) -> str:
-    """llama.cpp's name of a Hugging Face tensor, by the `gguf` package's own table."""
-    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 64)
-    found = table.get_name(name, try_suffixes=(".weight",))
-    if found is None:
-        raise ValueError(f"no GGUF name for {name}")
-    return found
+def gguf_names(spec: TinySpec = TINY) -> dict[str, str]:
+    """llama.cpp's name of each tensor, by the `gguf` package's own table."""
+    table = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, spec.num_layers)
+    found = {name: table.get_name(name, (".weight",)) for name in tensor_shapes(spec)}
+    return {name: theirs for name, theirs in found.items() if theirs is not None}
 
 
 def _llama_cpp_rows(name: str, weight: Array, spec: TinySpec) -> Array:

@@ -197,7 +197,7 @@ def _list(metadata: Mapping[str, object], name: str, kind: type[_T]) -> list[_T]
     value = metadata.get(f"tokenizer.ggml.{name}")
     items = cast(list[object], value) if isinstance(value, list) else []
     if not items or not isinstance(items[0], kind):  # a GGUF array holds one type
-        raise _refusal(name, f"a list of {kind.__name__}", items[:1] or type(value).__name__)
+        raise _refusal(name, f"a list of {kind.__name__}", items[0] if items else "none")
     return cast(list[_T], items)
 
 
