@@ -14,7 +14,7 @@ import numpy as np
 
 from tpu_engine.errors import DeviceFault
 from tpu_engine.request import Request
-from tpu_engine.step_plan import StepPlan, StepResult
+from tpu_engine.step_plan import InFlight, StepPlan, StepResult
 
 VOCAB = 997
 MODULUS = 2**31 - 1
@@ -73,7 +73,7 @@ class FakeRunner:
         self.max_in_flight = max(self.max_in_flight, len(self.in_flight))
         return handle
 
-    def collect(self, handle: FakeInFlight) -> StepResult:
+    def collect(self, handle: InFlight) -> StepResult:
         assert self.in_flight.popleft() is handle, "collected out of order"
         plan = handle.plan
         tokens = np.zeros(plan.num_rows, np.int32)

@@ -115,9 +115,12 @@ class EngineLoop:
         outputs += self._scheduler.expire(start_s)
         plan = self._scheduler.schedule(start_s)
         outputs += self._scheduler.take_ended()
+        num_kept = 0
         if plan is not None:
-            self._pending.append(self._dispatch(plan, start_s))
-        num_kept = 1 if self._overlap and plan is not None else 0
+            step = self._dispatch(plan, start_s)
+            self._pending.append(step)
+            # Nothing may be planned on top of a step that never reached the device.
+            num_kept = 1 if self._overlap and step.handle is not None else 0
         self._progressed = plan is not None or len(self._pending) > num_kept
         while len(self._pending) > num_kept:
             outputs += self._collect(self._pending.popleft(), clock)

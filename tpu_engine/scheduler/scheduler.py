@@ -32,7 +32,7 @@ from tpu_engine.scheduler.memory import Watermark, least_progress
 from tpu_engine.scheduler.queue import WaitingQueue
 from tpu_engine.scheduler.sequence import Sequence
 from tpu_engine.scheduler.slots import SlotTable
-from tpu_engine.step_plan import StepPlan, StepResult
+from tpu_engine.step_plan import Int32, StepPlan, StepResult
 
 _DEFAULT_COST = ExecutedTokensCost()
 _PREFILL_STATES = (RequestState.PREFILL_READY, RequestState.PREFILL_RUNNING)
@@ -223,11 +223,7 @@ class Scheduler:
         granted = [(p.slot, n) for p, n in zip(prefills, choice.grants, strict=True) if n]
         slots = np.concatenate([decodes, np.array([s for s, _ in granted], np.int64)])
         num_tokens = np.array([1] * len(decodes) + [n for _, n in granted], np.int32)
-        missing = np.maximum(self._table.missing_pages(slots, num_tokens), 0)
-        pages = self._pool.allocate(int(missing.sum()))
-        if pages is None:
-            raise RuntimeError(f"planned {missing.sum()} pages with {self._pool.num_free} free")
-        self._table.give_pages(slots, missing, pages)
+        self._take_pages(slots, num_tokens)
         self._mark_running(slots, len(decodes), now)
         self._last_planned += 1
         return self._table.dispatch(self._last_planned, choice.shape, slots, num_tokens)
@@ -277,8 +273,8 @@ class Scheduler:
             growth = limits.growth_pages
             if self._queue.head_is_parked:
                 growth = limits.readmit_growth_pages
-            tokens = min(head.num_known + 1, head.limit - 1)
-            need = -(-tokens // limits.page_size)
+            most = -(-(head.limit - 1) // limits.page_size)
+            need = min(-(-head.num_known // limits.page_size) + growth, most)
             if need + table.pages_reserved(growth) > num_spare:
                 return
             self._queue.remove(head)
@@ -299,6 +295,17 @@ class Scheduler:
                 prefills.append(Prefill(slot, left, cap))
                 num_spare -= max(0, -(-(planned + cap) // table.page_size) - num_pages)
         return prefills
+
+    def _take_pages(self, slots: NDArray[np.int64], num_tokens: Int32) -> None:
+        """Allocates what the rows of this step lack: all of it, as the choice was cut to fit."""
+        missing = self._table.missing_pages(slots, num_tokens)
+        need = int(missing.sum())
+        if need == 0:
+            return
+        pages = self._pool.allocate(need)
+        if pages is None:
+            raise RuntimeError(f"planned {need} pages with {self._pool.num_free} free")
+        self._table.give_pages(slots, missing, pages)
 
     def _mark_running(self, slots: NDArray[np.int64], num_decodes: int, now: float) -> None:
         for i, slot in enumerate(slots.tolist()):

@@ -97,15 +97,13 @@ class SlotTable:
     def pages_reserved(self, growth_pages: int) -> int:
         """Pages the admitted sequences may still ask for soon.
 
-        What is missing of each prompt, and for each decoding slot up to `growth_pages` more, but
-        never more than it can use before its limit.
+        What is missing of each prompt, and `growth_pages` more, but never more than a sequence
+        can use before its limit.
         """
-        goal = self.pages_for(np.minimum(self.target + 1, self.limit - 1))
-        most = self.pages_for(self.limit - 1)
-        growing = np.minimum(self.num_pages + growth_pages, most)
-        goal = np.where(self.prefilling, np.maximum(goal, self.num_pages), growing)
-        wanted = (goal - self.num_pages)[self.occupied & ~self.finishing]
-        return int(np.maximum(wanted, 0).sum())
+        base = np.where(self.prefilling, self.pages_for(self.target), self.num_pages)
+        goal = np.minimum(base + growth_pages, self.pages_for(self.limit - 1))
+        wanted = np.maximum(goal - self.num_pages, 0)
+        return int(wanted[self.occupied & ~self.finishing].sum())
 
     def place(self, sequence: Sequence) -> int:
         """Gives `sequence` a vacant slot (there must be one), nothing of it computed."""
@@ -146,7 +144,8 @@ class SlotTable:
 
     def missing_pages(self, slots: NDArray[np.int64], num_tokens: Int32) -> Int32:
         """Pages each slot lacks to compute `num_tokens` more tokens."""
-        return self.pages_for(self.planned[slots] + num_tokens) - self.num_pages[slots]
+        held = self.num_pages[slots]
+        return np.maximum(self.pages_for(self.planned[slots] + num_tokens) - held, 0)
 
     def give_pages(self, slots: NDArray[np.int64], counts: Int32, pages: Int32) -> None:
         """Appends `counts[i]` of `pages` (taken in order) to the table of `slots[i]`."""
