@@ -1,0 +1,256 @@
+"""Composition root of the server: engine, step thread, streams, services and signals.
+
+Owns the order of start and stop. The port opens before the engine is built, so that probes and
+status calls are answered meanwhile. Everything it wires is made elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from server.errors import SHUTDOWN
+from server.lifecycle import Lifecycle, Serving
+from server.options import ServerOptions
+from server.proto import SERVICE
+from server.proto.tpu_engine.v1 import engine_pb2 as pb
+from server.service import EngineService
+from server.streams import Streams
+from tpu_engine.config import EngineConfig
+from tpu_engine.errors import InvalidConfig
+from tpu_engine.front import Intake
+from tpu_engine.front_engine import build_real_engine, open_intake
+from tpu_engine.step_thread import StepThread
+
+if TYPE_CHECKING:
+    from tpu_engine.build import BuiltEngine, Progress
+
+Report = Callable[["Progress"], None]
+Build = Callable[[EngineConfig, Report], "BuiltEngine"]
+
+MAX_REQUEST_BYTES = 16 * 1024 * 1024
+# How long ended streams get to send their last message.
+LAST_WORDS_S = 2.0
+GRPC_OPTIONS = (
+    ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
+    ("grpc.so_reuseport", 0),
+    # Clients and routers may ping idle connections; that is no reason to drop them.
+    ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+)
+
+
+def package_version() -> str:
+    """The installed version, or "unknown" in a source tree that was never installed."""
+    try:
+        return metadata.version("tpu-engine")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class Server:
+    """One server in one event loop: `start`, `make_ready`, then `drain` and `stop`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        build: Build | None = None,
+        report: Report | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.lifecycle = Lifecycle(clock)
+        self.failed = asyncio.Event()
+        self.failure = ""
+        self._config = config
+        self._options = options
+        self._build = build or build_real_engine
+        self._report = report
+        self._clock = clock
+        self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
+
+    async def start(self) -> int:
+        """Opens the port and answers NOT_SERVING; returns the port number.
+
+        Raises `InvalidConfig` where the address can't be had.
+        """
+        await self.lifecycle.announce_starting()
+        service = EngineService(self.lifecycle, package_version(), self._clock)
+        self._grpc.add_generic_rpc_handlers((service.handlers(),))
+        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, self._grpc)
+        health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
+        names = (SERVICE, health_name, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._grpc)
+        try:
+            port = self._grpc.add_insecure_port(self._options.address)
+        except RuntimeError as error:
+            raise InvalidConfig("port", "free on this machine", self._options.address) from error
+        await self._grpc.start()
+        return port
+
+    async def make_ready(self) -> None:
+        """Builds the engine in a thread and starts to serve; raises what the build raises."""
+        loop = asyncio.get_running_loop()
+
+        def report(progress: Progress) -> None:
+            loop.call_soon_threadsafe(
+                self.lifecycle.report,
+                progress.phase,
+                progress.done,
+                progress.total,
+                progress.detail,
+            )
+            if self._report is not None:
+                self._report(progress)
+
+        built = await _in_daemon_thread(lambda: self._build(self._config, report))
+        config = built.config
+        streams = Streams(loop, config.max_num_seqs + config.max_waiting)
+
+        def on_fault(error: Exception) -> None:
+            loop.call_soon_threadsafe(self._note_failure, error)
+
+        steps = StepThread(
+            built.loop, self._clock, on_outputs=streams.deliver_soon, on_fault=on_fault
+        )
+        intake = open_intake(built)
+        steps.start()
+        info = _model_info(built, intake)
+        await self.lifecycle.become_ready(Serving(intake, steps, streams, info))
+
+    async def drain(self, grace_s: float) -> None:
+        """Takes no more requests, lets running ones finish for `grace_s`, ends the rest."""
+        await self.lifecycle.become_draining()
+        serving = self.lifecycle.serving
+        if serving is None:
+            return
+        if not await serving.streams.wait_idle(grace_s):
+            for request_id in serving.streams.request_ids:
+                serving.steps.end(request_id, SHUTDOWN)
+            await serving.streams.wait_idle(LAST_WORDS_S)
+
+    async def stop(self) -> None:
+        """Closes the port and stops the step thread. Call `drain` first."""
+        await self._grpc.stop(grace=LAST_WORDS_S)
+        if self.lifecycle.serving is not None:
+            await asyncio.to_thread(self.lifecycle.serving.steps.stop)
+
+    def _note_failure(self, error: Exception) -> None:
+        self.failure = f"{type(error).__name__}: {error}"
+        self.failed.set()
+
+
+async def serve(
+    config: EngineConfig,
+    options: ServerOptions,
+    announce: Callable[[str], None],
+    report: Report | None = None,
+    build: Build | None = None,
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns the process' exit code.
+
+    `announce` gets one line per change of state. The first signal drains, the second one ends the
+    process at once. Raises what building the engine raises.
+    """
+    server = Server(config, options, build, report)
+    stopping = _watch_signals(announce)
+    port = await server.start()
+    announce(f"listening on {options.host}:{port}")
+    started_s = time.monotonic()
+    ready = asyncio.create_task(server.make_ready())
+    asked = asyncio.create_task(stopping.wait())
+    await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
+    if not ready.done():
+        await server.stop()
+        announce("stopped before the engine was ready")
+        # The build can't be interrupted and must not hold up the exit.
+        os._exit(0)
+    await ready
+    announce(f"ready after {time.monotonic() - started_s:.1f} s")
+    failed = asyncio.create_task(server.failed.wait())
+    await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+    if server.failed.is_set():
+        await server.lifecycle.become_failed(server.failure)
+        announce(f"the step loop failed: {server.failure}")
+    await server.drain(options.grace_s)
+    await server.stop()
+    for task in (asked, failed):
+        task.cancel()
+    announce("stopped")
+    return 1 if server.failed.is_set() else 0
+
+
+def _watch_signals(announce: Callable[[str], None]) -> asyncio.Event:
+    """An event that the first SIGTERM or SIGINT sets; the second one ends the process."""
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal(number: int) -> None:
+        if stopping.is_set():
+            os._exit(128 + number)
+        announce(f"{signal.Signals(number).name}: draining; a second signal stops at once")
+        stopping.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number)
+    return stopping
+
+
+async def _in_daemon_thread(build: Callable[[], BuiltEngine]) -> BuiltEngine:
+    """Runs `build` in a thread that doesn't keep the process alive."""
+    future: Future[BuiltEngine] = Future()
+
+    def run() -> None:
+        try:
+            built = build()
+        except BaseException as error:  # noqa: BLE001 - a thread's top: the awaiting side raises it
+            future.set_exception(error)
+        else:
+            future.set_result(built)
+
+    threading.Thread(target=run, name="build-engine", daemon=True).start()
+    return await asyncio.wrap_future(future)
+
+
+def _model_info(built: BuiltEngine, intake: Intake) -> pb.GetModelInfoResponse:
+    config, defaults = built.config, intake.defaults
+    return pb.GetModelInfoResponse(
+        model=config.model,
+        vocab_size=intake.vocab_size,
+        eos_ids=sorted(intake.eos_ids),
+        supports_chat=intake.chat_template.is_available,
+        max_model_len=intake.max_model_len,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_waiting=config.max_waiting,
+        page_size=config.page_size,
+        defaults=pb.SamplingDefaults(
+            temperature=defaults.temperature,
+            top_k=defaults.top_k,
+            top_p=defaults.top_p,
+            min_p=defaults.min_p,
+            not_applied=defaults.not_applied,
+        ),
+        shapes=[
+            pb.StepShape(
+                num_tokens=shape.num_tokens,
+                num_seqs=shape.num_seqs,
+                pages_per_seq=shape.pages_per_seq,
+                num_logit_rows=shape.num_logit_rows,
+                variant=shape.variant,
+            )
+            for shape in built.plan.shapes
+        ],
+        version=package_version(),
+    )
