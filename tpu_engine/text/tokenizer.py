@@ -51,7 +51,7 @@ class Tokenizer:
         vocab = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocab.values(), default=-1) + 1
         rules = _decoding_rules(backend, where)
-        self._leading_space = rules.leading_space
+        self.leading_space = rules.leading_space
         self._pieces: list[str | None] = [None] * self.vocab_size
         self._bytes: list[bytes] = [b""] * self.vocab_size
         for token, token_id in vocab.items():
@@ -84,36 +84,12 @@ class Tokenizer:
         Equal to Hugging Face's decoding, except that where byte tokens form no valid UTF-8 only
         the malformed bytes are replaced, not the valid characters beside them.
         """
-        parts: list[bytes] = []
-        is_first, has_text = True, False
-        for token_id in ids:
-            if self.is_skipped(token_id, skip_special_tokens):
-                continue
-            part = self.token_bytes(token_id, is_first, has_text)
-            parts.append(part)
-            is_first, has_text = False, has_text or self._bytes[token_id] != b""
-        return b"".join(parts).decode("utf-8", "replace")
+        stream = TextBytes(self, skip_special_tokens)
+        return b"".join(map(stream.following, ids)).decode("utf-8", "replace")
 
-    def is_skipped(self, token_id: int, skip_special_tokens: bool) -> bool:
-        """Whether the token gives no text: an unknown id, or a special token to be left out."""
-        known = 0 <= token_id < self.vocab_size and self._pieces[token_id] is not None
-        return not known or (skip_special_tokens and token_id in self.special_ids)
-
-    def token_bytes(self, token_id: int, is_first: bool = False, has_text: bool = True) -> bytes:
-        """The bytes a token adds to a text; empty for an unknown id.
-
-        `is_first`: no token was decoded before it; `has_text`: some byte was.
-        """
-        if not 0 <= token_id < self.vocab_size:
-            return b""
-        raw = self._bytes[token_id]
-        match self._leading_space:
-            case LeadingSpace.STRIP_ONE if not has_text:
-                return raw.removeprefix(b" ")
-            case LeadingSpace.DROP_IN_FIRST_TOKEN if is_first:
-                return (self._pieces[token_id] or "").replace(_METASPACE, "").encode()
-            case _:
-                return raw
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes of a token within a text; empty for an unknown id."""
+        return self._bytes[token_id] if 0 <= token_id < self.vocab_size else b""
 
     def piece(self, token_id: int) -> str | None:
         """The vocabulary's own spelling of a token, or None for an unknown id."""
@@ -129,6 +105,34 @@ class Tokenizer:
             if not 0 <= token_id < self.vocab_size:
                 limit = f"a token id from 0 to {self.vocab_size - 1}"
                 raise InvalidRequest(f"{field}[{place}]", limit, token_id)
+
+
+class TextBytes:
+    """The bytes of one text, token after token: what depends on the tokens before is kept here."""
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skipped: frozenset[int] = (
+            tokenizer.special_ids if skip_special_tokens else frozenset()
+        )
+        self._is_first = True  # no token was taken yet
+        self._is_empty = True  # no token with bytes was
+
+    def following(self, token_id: int) -> bytes:
+        """The bytes this token adds: none for an unknown id and for a special token left out."""
+        piece = self._tokenizer.piece(token_id)
+        if piece is None or token_id in self._skipped:
+            return b""
+        raw = self._tokenizer.token_bytes(token_id)
+        is_first, is_empty = self._is_first, self._is_empty
+        self._is_first, self._is_empty = False, is_empty and not raw
+        match self._tokenizer.leading_space:
+            case LeadingSpace.STRIP_ONE if is_empty:
+                return raw.removeprefix(b" ")
+            case LeadingSpace.DROP_IN_FIRST_TOKEN if is_first:
+                return piece.replace(_METASPACE, "").encode()
+            case _:
+                return raw
 
 
 class _DecodingRules:

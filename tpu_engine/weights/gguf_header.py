@@ -126,7 +126,6 @@ class _Parser:
             raise self._error(f"key {key!r} holds nested arrays, which are not supported")
         if item_kind is not _KIND.STRING:
             return key, self._scalars(item_kind, count)
-        self._require(8 * count)
         return key, [self._string() for _ in range(count)]
 
     def _tensor_info(self) -> tuple[str, tuple[tuple[int, ...], int, int]]:
