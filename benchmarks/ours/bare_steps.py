@@ -1,0 +1,68 @@
+"""The bare step programs: what the device can do when nothing of ours stands in its way.
+
+Owns a runner that keeps the plans it was given, and their replay as bare executable calls on
+inputs packed beforehand: no scheduler, no batch building, no text, no read-back between steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import jax
+
+from tpu_engine.model_runner import DispatchedStep, ModelRunner
+from tpu_engine.step_inputs import InputLayout, pack
+from tpu_engine.step_plan import InFlight, StepPlan, StepResult
+
+
+class RecordingRunner:
+    """Passes steps through to `runner`; keeps their plans and the CPU time they took here.
+
+    `thread_s` is CPU time of the calling thread inside the runner (packing, launching, waiting,
+    and whatever part of the program XLA runs in the caller's thread).
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self.plans: list[StepPlan] = []
+        self.thread_s = 0.0
+
+    def clear(self) -> None:
+        self.plans.clear()
+        self.thread_s = 0.0
+
+    def dispatch(self, plan: StepPlan) -> DispatchedStep:
+        begin = time.thread_time()
+        handle = self._runner.dispatch(plan)
+        self.thread_s += time.thread_time() - begin
+        self.plans.append(plan)
+        return handle
+
+    def collect(self, handle: InFlight) -> StepResult:
+        begin = time.thread_time()
+        result = self._runner.collect(handle)
+        self.thread_s += time.thread_time() - begin
+        return result
+
+
+def bare_seconds(runner: ModelRunner, plans: Sequence[StepPlan]) -> float:
+    """Seconds the executables of `plans` take one after another (values written don't matter).
+
+    Reaches into the runner on purpose: there is no way round it that would be as bare. The
+    runner must be idle.
+    """
+    slots = runner._max_num_seqs
+    calls = [
+        (runner._executables.get(plan.shape), pack(plan, InputLayout.of(plan.shape), slots))
+        for plan in plans
+    ]
+    state, results = runner._state, None
+    jax.block_until_ready(state)
+    begin = time.perf_counter()
+    for executable, buffer in calls:
+        state, results = executable(runner._weights, state, buffer)
+    jax.block_until_ready((state, results))
+    seconds = time.perf_counter() - begin
+    runner._state = state
+    return seconds
