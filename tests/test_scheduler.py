@@ -105,6 +105,13 @@ def test_a_stop_token_ends_the_request_and_is_delivered_with_it(overlap: bool):
     assert engine.tokens[2] == expected_tokens(request(2, 8, 20))
 
 
+def test_a_stop_token_in_the_last_allowed_place_is_a_stop():
+    stop = expected_tokens(request(1, 8, 5))[4]
+    engine = FakeEngine()
+    engine.run([request(1, 8, 5, stop_token_ids=(stop,))])
+    assert engine.finishes[1] == Finish(FinishReason.STOP, stop_token_id=stop)
+
+
 def test_eos_stops_unless_it_is_ignored():
     found = next(i for i in range(500) if EOS & set(expected_tokens(request(i, 4, 30))))
     engine = FakeEngine()
@@ -229,7 +236,7 @@ def columns(plan: StepPlan) -> dict[str, list[float]]:
 
 def test_a_plan_carries_what_each_request_asked_of_sampling():
     engine = FakeEngine()
-    params = SamplingParams(4, 0.5, 7, 0.25, 0.125, seed=2**32 + 5)
+    params = SamplingParams(4, 0.5, 7, 0.25, 0.125, seed=2**33 + 2**32 - 5)
     engine.turn(
         [Submit(Request(1, (4, 5), params, 0.0)), Submit(Request(2, (6,), SamplingParams(4), 0.0))]
     )
@@ -239,7 +246,7 @@ def test_a_plan_carries_what_each_request_asked_of_sampling():
         "top_k": [7, 0],
         "top_p": [0.25, 1.0],
         "min_p": [0.125, 0.0],
-        "seed": [5, 0],
+        "seed": [2**32 - 5, 0],
     }
     assert plan.token_ids.tolist() == [4, 5, 6]
 

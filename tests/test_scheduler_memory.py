@@ -91,16 +91,26 @@ def test_watermark_follows_the_free_pages():
     assert engine.scheduler.snapshot().watermark is Watermark.PRESSURE
 
 
+def test_nobody_is_preempted_for_pages_that_are_about_to_come_back():
+    """When 1 computes its last token, 2 and 3 need one page each and 1 is about to give two."""
+    engine = FakeEngine(seqs=3, pages=8)
+    requests = [request(1, 4, 5), request(2, 8, 9), request(3, 4, 9)]
+    engine.run(requests)
+    assert engine.scheduler.snapshot().preemptions == 0
+    assert all(engine.tokens[r.request_id] == expected_tokens(r) for r in requests)
+    rows = [plan.num_rows for plan in engine.runner.plans]
+    assert min(rows[:5]) == 3, "the case is not the one described"
+
+
 def test_throughput_recovers_after_pressure():
     """A preempted request comes back with room to grow: no chain of preemptions and returns."""
-    engine = FakeEngine(seqs=6, pages=40, max_model_len=100)
-    requests = [request(i, 8, 80) for i in range(6)]
+    engine = FakeEngine(seqs=16, pages=100, max_model_len=100)
+    requests = [request(i, 8, 80) for i in range(16)]
     engine.run(requests)
-    snapshot = engine.scheduler.snapshot()
-    assert 0 < snapshot.preemptions <= 12
+    assert 0 < engine.scheduler.snapshot().preemptions < len(requests)
     assert all(engine.tokens[r.request_id] == expected_tokens(r) for r in requests)
     useful = engine.loop.status().useful_tokens
-    assert useful < 2 * sum(8 + 80 - 1 for _ in requests), "most work was done twice"
+    assert useful < 1.5 * sum(8 + 80 - 1 for _ in requests)
 
 
 def test_preempted_requests_come_back_before_new_ones_oldest_first():

@@ -103,7 +103,7 @@ class SlotTable:
         base = np.where(self.prefilling, self.pages_for(self.target), self.num_pages)
         goal = np.minimum(base + growth_pages, self.pages_for(self.limit - 1))
         wanted = np.maximum(goal - self.num_pages, 0)
-        return int(wanted[self.occupied & ~self.finishing].sum())
+        return int(wanted[self.occupied].sum())
 
     def place(self, sequence: Sequence) -> int:
         """Gives `sequence` a vacant slot (there must be one), nothing of it computed."""
