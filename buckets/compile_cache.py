@@ -142,9 +142,7 @@ def _cpu_features() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _load(
-    path: Path, lowered: jax.stages.Lowered
-) -> tuple[jax.stages.Compiled | None, str]:
+def _load(path: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
     """Returns the stored executable, or None and why the file was set aside ("" if absent)."""
     try:
         content = path.read_bytes()

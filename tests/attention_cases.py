@@ -70,9 +70,7 @@ def make_case(
         cu_q_lens[i + 1] = cu_q_lens[i] + q_len
     cu_q_lens[len(rows) + 1 :] = cu_q_lens[len(rows)]
     draw = lambda heads_: rng.normal(size=(num_tokens, heads_, h)).astype(np.float32)  # noqa: E731
-    return Case(
-        draw(n), draw(k), draw(k), cache, layer, page_table, kv_lens, cu_q_lens, len(rows)
-    )
+    return Case(draw(n), draw(k), draw(k), cache, layer, page_table, kv_lens, cu_q_lens, len(rows))
 
 
 def oracle(case: Case) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tpu_engine.errors import InvalidConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
-QUANTIZATIONS = ("none", "w8a8")
+QUANTIZATIONS = ("none", "int8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class EngineConfig:
         model: a Hugging Face directory, a `.gguf` file, or the name of an installed demo model.
         dtype: of weights and activations; auto is bfloat16 on TPU, float32 on CPU.
         kv_dtype: of the KV cache; auto follows `dtype`.
-        quantize: "none", or "w8a8" (int8 weights per output channel, int8 activations per token).
+        quantize: "none", or "int8" (weights only, one scale per output channel).
         page_size: token positions per page.
         num_pages: pages in the pool, null page included; None derives it.
         max_model_len: prompt plus output tokens of one request; None takes min(model's, 4096).

@@ -32,9 +32,7 @@ class DispatchedStep:
 class ModelRunner:
     """Implements the `Runner` protocol on JAX devices."""
 
-    def __init__(
-        self, weights: nnx.State, state: StepState, executables: CompileCache
-    ) -> None:
+    def __init__(self, weights: nnx.State, state: StepState, executables: CompileCache) -> None:
         self._weights = weights
         self._state = state
         self._executables = executables

@@ -67,7 +67,12 @@ def ragged_paged_attention(
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
     if work is None:
         work = attention_work(
-            page_table, kv_lens, cu_q_lens, num_seqs, num_tokens=q.shape[0], page_size=cache.shape[4]
+            page_table,
+            kv_lens,
+            cu_q_lens,
+            num_seqs,
+            num_tokens=q.shape[0],
+            page_size=cache.shape[4],
         )
     return xla_attention(q, k_new, v_new, cache, layer, work, scale=scale)
 
@@ -115,7 +120,9 @@ def _check(
     if planes != 2 or cache_head_dim != head_dim:
         raise ValueError(f"cache must be [L, P, 2, K, S, {head_dim}], got {cache.shape}")
     if num_heads % num_kv_heads:
-        raise ValueError(f"query heads ({num_heads}) must be a multiple of KV heads ({num_kv_heads})")
+        raise ValueError(
+            f"query heads ({num_heads}) must be a multiple of KV heads ({num_kv_heads})"
+        )
     num_rows = page_table.shape[0]
     if kv_lens.shape != (num_rows,) or cu_q_lens.shape != (num_rows + 1,):
         raise ValueError(
@@ -123,4 +130,6 @@ def _check(
             f"[{num_rows + 1}], got {kv_lens.shape} and {cu_q_lens.shape}"
         )
     if not q.dtype == k_new.dtype == v_new.dtype:
-        raise ValueError(f"q, k_new, v_new differ in dtype: {q.dtype}, {k_new.dtype}, {v_new.dtype}")
+        raise ValueError(
+            f"q, k_new, v_new differ in dtype: {q.dtype}, {k_new.dtype}, {v_new.dtype}"
+        )

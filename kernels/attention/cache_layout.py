@@ -51,7 +51,14 @@ def write_kv(
 
 def read_kv_block(
     cache: Float[Array, "L P 2 K S H"], layer: Int[Array, ""], pages: Int[Array, "G W"]
-) -> tuple[Float[Array, "G W K S H"], Float[Array, "G W K S H"]]:
-    """Gathers the pages of a block per group member: K and V of `W * S` positions each."""
-    block = cache.at[layer, pages].get(mode="promise_in_bounds")  # [G, W, 2, K, S, H]
-    return block[:, :, K_PLANE], block[:, :, V_PLANE]
+) -> tuple[Float[Array, "G K WS H"], Float[Array, "G K WS H"]]:
+    """Gathers a block of pages per group member: K and V of `W * S` positions, heads leading."""
+    num_members, num_pages = pages.shape
+    num_heads, page_size, head_dim = cache.shape[3:]
+    heads = jnp.arange(num_heads)[None, :, None]
+
+    def gather(plane: int) -> Float[Array, "G K WS H"]:
+        rows = cache.at[layer, pages[:, None, :], plane, heads].get(mode="promise_in_bounds")
+        return rows.reshape(num_members, num_heads, num_pages * page_size, head_dim)
+
+    return gather(K_PLANE), gather(V_PLANE)

@@ -36,9 +36,7 @@ def reference_attention(
     where = locate_tokens(page_table, kv_lens, cu_q_lens, num_seqs, num_tokens, page_size)
     cache = write_kv(cache, layer, k_new, v_new, where.pages, where.slots)
 
-    keys, values = read_kv_block(cache, layer, page_table[where.seqs])  # [T, W, K, S, H]
-    keys = jnp.moveaxis(keys, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
-    values = jnp.moveaxis(values, 2, 1).reshape(num_tokens, num_kv_heads, -1, head_dim)
+    keys, values = read_kv_block(cache, layer, page_table[where.seqs])  # [T, K, W*S, H]
     visible = jnp.arange(keys.shape[2])[None, :] <= where.positions[:, None]  # [T, W*S]
     visible &= where.is_token[:, None]
 

@@ -52,9 +52,7 @@ def build_work(
 ) -> XlaWork:
     """Splits the batch into decode blocks (one query) and chunk blocks."""
     places = locate_tokens(page_table, kv_lens, cu_q_lens, num_seqs, num_tokens, page_size)
-    q_lens = jnp.where(
-        jnp.arange(kv_lens.shape[0]) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0
-    )
+    q_lens = jnp.where(jnp.arange(kv_lens.shape[0]) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     decodes = _query_blocks(jnp.where(q_lens == 1, 1, 0), cu_q_lens, 1, num_tokens)
     chunks = _query_blocks(jnp.where(q_lens > 1, q_lens, 0), cu_q_lens, CHUNK_BLOCK, num_tokens)
     # A whole number of KV blocks, so that no slice of the table reaches past its end.
@@ -151,10 +149,10 @@ def _online_softmax(
     def add_block(j: Int[Array, ""], state: tuple[Array, Array, Array]):
         top, denominator, acc = state
         block_pages = jax.lax.dynamic_slice_in_dim(pages, j * per_block, per_block, axis=1)
-        keys, values = read_kv_block(cache, layer, block_pages)  # [G, W, K, S, H]
-        shape = (num_members, num_kv_heads, block_len, head_dim)
-        keys = jnp.moveaxis(keys, 2, 1).reshape(shape).astype(jnp.float32)
-        values = jnp.moveaxis(values, 2, 1).reshape(shape).astype(jnp.float32)
+        # Without the barrier XLA CPU looks the page up again for every element it gathers.
+        block_pages = jax.lax.optimization_barrier(block_pages)
+        keys, values = read_kv_block(cache, layer, block_pages)  # [G, K, block_len, H]
+        keys, values = keys.astype(jnp.float32), values.astype(jnp.float32)
         place = j * block_len + jnp.arange(block_len)
         scores = jnp.einsum("gkrh,gksh->gkrs", grouped, keys)
         visible = place <= row_positions[:, None, :, None]

@@ -1,4 +1,4 @@
-"""Layers shared by the model families: dense (float or int8), RMS norm, rotary embedding.
+"""Layers shared by the model families: dense (float or int8 weights), RMS norm, rotary embedding.
 
 Owns how a stored weight becomes a matmul. Pure functions and small modules; knows no family,
 no cache, no batch.
@@ -17,20 +17,20 @@ from jaxtyping import Array, Float, Int
 from tpu_engine.models.weights_spec import WeightSpec
 
 
+_FINE_STEPS = 254.0  # the rest of a rounding lies within +-1/2: times 254 it fills int8
+
+
 def weight_param(spec: WeightSpec, num_layers: int, dtype: jnp.dtype) -> nnx.Param:
     """An unloaded parameter with its logical axes; allocate only under `nnx.eval_shape`."""
     lead, lead_axes = ((num_layers,), ("layers",)) if spec.stacked else ((), ())
-    return nnx.Param(
-        jnp.zeros((*lead, *spec.shape), dtype), logical_axes=(*lead_axes, *spec.axes)
-    )
+    return nnx.Param(jnp.zeros((*lead, *spec.shape), dtype), logical_axes=(*lead_axes, *spec.axes))
 
 
 class Dense(nnx.Module):
     """`y = x W^T` over the spec's input axes: `[T, *in] -> [T, *out]`.
 
-    With `quantized`, W is int8 with one scale per output and x is rounded to int8 with one scale
-    per token, so the matmul is exact integer arithmetic (LLM.int8(), arXiv:2208.07339, without
-    its outlier path).
+    With `quantized`, W is int8 with one scale per output; activations stay as good as exact (see
+    `int8_planes`), so the error is that of the weights' rounding alone.
     """
 
     def __init__(
@@ -38,9 +38,8 @@ class Dense(nnx.Module):
     ) -> None:
         self.num_in = spec.num_in
         self.kernel = weight_param(spec, num_layers, jnp.dtype(jnp.int8) if quantized else dtype)
-        self.scale = None
-        if quantized:
-            self.scale = weight_param(output_axes(spec), num_layers, jnp.dtype(jnp.float32))
+        scales = weight_param(output_axes(spec), num_layers, jnp.dtype(jnp.float32))
+        self.scale = nnx.data(scales if quantized else None)
 
     def __call__(self, x: Float[Array, "T ..."]) -> Float[Array, "T ..."]:
         kernel = self.kernel[...]
@@ -50,9 +49,8 @@ class Dense(nnx.Module):
         if self.scale is None:
             y = matmul_transposed(flat_x, flat_kernel, x.dtype)
         else:
-            rounded, x_scale = quantize_rows(flat_x)
-            exact = matmul_transposed(rounded, flat_kernel, jnp.int32)
-            y = (exact.astype(jnp.float32) * x_scale * self.scale[...].reshape(-1)).astype(x.dtype)
+            y = matmul_int8(flat_x, flat_kernel) * self.scale[...].reshape(-1)
+            y = y.astype(x.dtype)
         return y.reshape(x.shape[0], *out_shape)
 
 
@@ -69,11 +67,26 @@ def matmul_transposed(
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
 
 
-def quantize_rows(x: Float[Array, "T I"]) -> tuple[Int[Array, "T I"], Float[Array, "T 1"]]:
-    """Rounds each row to int8 symmetrically; returns the integers and the scale per row."""
+def matmul_int8(x: Float[Array, "T I"], w: Int[Array, "O I"]) -> Float[Array, "T O"]:
+    """`x w^T` for an int8 `w`: two exact integer matmuls in one, in float32."""
+    planes, scale = int8_planes(x)
+    exact = matmul_transposed(planes, w, jnp.int32).astype(jnp.float32)
+    coarse, fine = jnp.split(exact, 2)
+    return (coarse + fine / _FINE_STEPS) * scale
+
+
+def int8_planes(x: Float[Array, "T I"]) -> tuple[Int[Array, "2T I"], Float[Array, "T 1"]]:
+    """Writes each row as `scale * (coarse + fine / 254)`, all coarse rows first, then all fine.
+
+    Both planes are int8 and the scale belongs to one row, so a row is exact to 1/64516 of its
+    largest value whatever rows stand beside it, and integer matmuls of it round nowhere.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-12) / 127.0
-    return jnp.round(x / scale).astype(jnp.int8), scale
+    steps = x / scale
+    coarse = jnp.round(steps)
+    fine = jnp.round((steps - coarse) * _FINE_STEPS)
+    return jnp.concatenate([coarse, fine]).astype(jnp.int8), scale
 
 
 def quantize_weight(w: np.ndarray, num_in: int) -> tuple[np.ndarray, np.ndarray]:
@@ -87,9 +100,7 @@ def quantize_weight(w: np.ndarray, num_in: int) -> tuple[np.ndarray, np.ndarray]
     return np.rint(w / scale).astype(np.int8), np.squeeze(scale, axis=axes)
 
 
-def rms_norm(
-    x: Float[Array, "T D"], weight: Float[Array, "D"], eps: float
-) -> Float[Array, "T D"]:
+def rms_norm(x: Float[Array, "T D"], weight: Float[Array, "D"], eps: float) -> Float[Array, "T D"]:
     """Root mean square norm (arXiv:1910.07467), computed in float32."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(jnp.square(wide), axis=-1, keepdims=True) + eps)

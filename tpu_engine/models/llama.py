@@ -54,9 +54,7 @@ def weight_specs(config: ModelConfig) -> dict[str, WeightSpec]:
         "final_norm": plain("model.norm.weight", ("embed",), (d,), stacked=False),
     }
     if not config.tie_embeddings:
-        specs["head"] = plain(
-            "lm_head.weight", ("vocab", "embed"), (v, d), num_in=1, stacked=False
-        )
+        specs["head"] = plain("lm_head.weight", ("vocab", "embed"), (v, d), num_in=1, stacked=False)
     return specs
 
 
@@ -97,14 +95,18 @@ def _gate_up_spec(config: ModelConfig) -> WeightSpec:
         return np.stack(parts)[(index[0], slice(None), *index[2:])]
 
     axes = ("gate_up", "ffn", "embed")
-    return WeightSpec((2, f, d), axes, 1, {name: (f, d) for name in names}, read)
+    return WeightSpec((2, f, d), axes, 1, dict.fromkeys(names, (f, d)), read)
 
 
 class LlamaLayers(nnx.Module):
     """All layers: every weight with a leading axis `L`; sliced by the scan to one layer."""
 
     def __init__(
-        self, specs: Mapping[str, WeightSpec], config: ModelConfig, dtype: jnp.dtype, quantized: bool
+        self,
+        specs: Mapping[str, WeightSpec],
+        config: ModelConfig,
+        dtype: jnp.dtype,
+        quantized: bool,
     ) -> None:
         layers = config.num_layers
         self.eps = config.rms_norm_eps
@@ -116,7 +118,13 @@ class LlamaLayers(nnx.Module):
         self.down = Dense(specs["down"], layers, dtype, quantized=quantized)
 
     def __call__(
-        self, x: Float[Array, "T D"], cos: Array, sin: Array, cache: Array, layer: Array, attend: Attend
+        self,
+        x: Float[Array, "T D"],
+        cos: Array,
+        sin: Array,
+        cache: Array,
+        layer: Array,
+        attend: Attend,
     ) -> tuple[Float[Array, "T D"], Array]:
         """One layer; weights are sliced to it already."""
         qkv = self.qkv(rms_norm(x, self.attention_norm[...], self.eps))  # [T, K, N/K + 2, H]
@@ -140,9 +148,10 @@ class Llama(nnx.Module):
         self.embed = Dense(specs["embed"], 0, dtype, quantized=quantized)
         self.layers = LlamaLayers(specs, config, dtype, quantized)
         self.final_norm = weight_param(specs["final_norm"], 0, dtype)
-        self.head = None
-        if not config.tie_embeddings:
-            self.head = Dense(specs["head"], 0, dtype, quantized=quantized)
+        untied = "head" in specs
+        self.head = nnx.data(
+            Dense(specs["head"], 0, dtype, quantized=quantized) if untied else None
+        )
         self.dtype = dtype
 
     def __call__(
@@ -172,9 +181,7 @@ class Llama(nnx.Module):
         return head(hidden).astype(jnp.float32)
 
 
-def embed_tokens(
-    embed: Dense, token_ids: Int[Array, "T"], dtype: jnp.dtype
-) -> Float[Array, "T D"]:
+def embed_tokens(embed: Dense, token_ids: Int[Array, "T"], dtype: jnp.dtype) -> Float[Array, "T D"]:
     """Looks up embedding rows; a quantised table is scaled back row by row."""
     rows = embed.kernel[...][token_ids]
     if embed.scale is not None:

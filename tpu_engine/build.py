@@ -1,0 +1,183 @@
+"""Builds an engine from a configuration: model, weights, executables, scheduler, step loop.
+
+Owns the order of start-up and its progress reports. The composition of the parts is all it does:
+each part checks its own input.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from buckets.compile_cache import CompileCache
+from buckets.plan import Plan, default_plan
+from buckets.shape import StepShape
+from kernels.attention.cache_layout import KV_HEAD_AXIS, kv_cache_shape
+from tpu_engine.config import EngineConfig
+from tpu_engine.derive import DeviceFacts, derive, plan_limits
+from tpu_engine.engine_loop import EngineLoop
+from tpu_engine.kv_pages import PagePool
+from tpu_engine.model_runner import ModelRunner
+from tpu_engine.models.loading import load_weights
+from tpu_engine.models.registry import Family, family_of
+from tpu_engine.models.sharding import TENSOR, make_mesh
+from tpu_engine.models.weights_spec import expected_tensors
+from tpu_engine.scheduler import Scheduler, SchedulerLimits
+from tpu_engine.step_inputs import InputLayout
+from tpu_engine.step_program import StepProgram, StepState
+from tpu_engine.weights.open_model import OpenedModel, open_model
+from tpu_engine.weights.source import check_tensors
+
+CPU_KV_SHARE = 0.1  # of the machine's memory
+TPU_KV_SHARE = 0.85  # of what is free before the weights, less the weights
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """One line of start-up: `done` of `total` in a phase ("weights", "compile", "ready")."""
+
+    phase: str
+    done: int
+    total: int
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """A ready engine; `config` has every derived value filled in."""
+
+    loop: EngineLoop
+    runner: ModelRunner
+    model: OpenedModel
+    config: EngineConfig
+    plan: Plan
+    compile_count: Callable[[], int]
+
+
+OnProgress = Callable[[Progress], None]
+
+
+def build_engine(
+    config: EngineConfig, progress: OnProgress | None = None, plan: Plan | None = None
+) -> BuiltEngine:
+    """Opens the model, loads weights, compiles every shape of the plan and freezes the cache.
+
+    `plan` None derives the default plan. Raises `InvalidConfig` or `InvalidModel` before anything
+    large is allocated.
+    """
+    report = progress or _silent
+    model = open_model(config.model)
+    family = family_of(model.config)
+    specs = family.weight_specs(model.config)
+    check_tensors(model.source, expected_tensors(specs, model.config.num_layers))
+    mesh = make_mesh(config.tensor_parallel)
+    config = derive(config, model.config, _device_facts(model, config))
+    limits = plan_limits(config)
+    plan = default_plan(limits) if plan is None else plan
+    plan.validate(limits)
+
+    graph, abstract = _abstract_model(family, model, config)
+    weights = load_weights(
+        abstract,
+        specs,
+        model.source,
+        mesh,
+        lambda name, done, total: report(Progress("weights", done, total, name)),
+    )
+    program = StepProgram(graph, mesh, config.page_size, "xla")
+    state = new_state(config, model, mesh)
+    directory = Path(config.compile_cache) if config.compile_cache else None
+    executables = CompileCache(partial(_lower, program, weights, state), directory)
+    for done, record in enumerate(executables.build(plan.shapes), start=1):
+        detail = f"{record.shape} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
+        report(Progress("compile", done, len(plan.shapes), detail))
+    executables.freeze()
+
+    runner = ModelRunner(weights, state, executables)
+    loop = _loop(config, plan, runner, executables)
+    report(Progress("ready", 1, 1, f"{len(plan.shapes)} shapes, {config.num_pages} pages"))
+    return BuiltEngine(loop, runner, model, config, plan, lambda: executables.compile_count)
+
+
+def _loop(
+    config: EngineConfig, plan: Plan, runner: ModelRunner, executables: CompileCache
+) -> EngineLoop:
+    assert config.num_pages is not None
+    assert config.max_model_len is not None
+    limits = SchedulerLimits(
+        max_model_len=config.max_model_len,
+        page_size=config.page_size,
+        max_waiting=config.max_waiting,
+        max_chunk=config.max_chunk,
+    )
+    scheduler = Scheduler(plan, limits, PagePool(config.num_pages))
+    return EngineLoop(
+        scheduler,
+        runner,
+        overlap=config.overlap,
+        compile_count=lambda: executables.compile_count,
+    )
+
+
+def _abstract_model(
+    family: Family, model: OpenedModel, config: EngineConfig
+) -> tuple[nnx.GraphDef, nnx.State]:
+    quantized = config.quantize == "int8"
+    build = partial(family.build, model.config, jnp.dtype(config.dtype), quantized)
+    return nnx.split(nnx.eval_shape(build))
+
+
+def new_state(config: EngineConfig, model: OpenedModel, mesh: Mesh) -> StepState:
+    """Allocates the KV cache and the last-token buffer of a derived configuration."""
+    assert config.num_pages is not None
+    shape = kv_cache_shape(
+        num_layers=model.config.num_layers,
+        num_pages=config.num_pages,
+        num_kv_heads=model.config.num_kv_heads,
+        page_size=config.page_size,
+        head_dim=model.config.head_dim,
+    )
+    spec = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(len(shape))))
+    cache = jnp.zeros(shape, jnp.dtype(config.kv_dtype), device=NamedSharding(mesh, spec))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    return StepState(cache, jnp.zeros(config.max_num_seqs, jnp.int32, device=replicated))
+
+
+def _lower(
+    program: StepProgram, weights: nnx.State, state: StepState, shape: StepShape
+) -> jax.stages.Lowered:
+    buffer = jax.ShapeDtypeStruct((InputLayout.of(shape).size,), jnp.int32)
+    return program.function(shape).lower(weights, state, buffer)
+
+
+def _device_facts(model: OpenedModel, config: EngineConfig) -> DeviceFacts:
+    """Memory left for KV pages: a share of the host's on CPU, of the device's otherwise."""
+    device = jax.devices()[0]
+    if device.platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return DeviceFacts("cpu", int(memory * CPU_KV_SHARE))
+    stats = device.memory_stats() or {}
+    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+    itemsize = 1 if config.quantize == "int8" else 2
+    weights = sum(_size(model.source.shape(name)) for name in model.source.names()) * itemsize
+    per_device = free - weights // config.tensor_parallel
+    return DeviceFacts(device.platform, int(per_device * TPU_KV_SHARE) * config.tensor_parallel)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
+
+
+def _silent(_: Progress) -> None:
+    return None
