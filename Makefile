@@ -76,7 +76,10 @@ check: venv ## format, lint, types, import rules, generated protocol code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m server.proto.generate --check
+	@fresh=$$(mktemp -d); trap 'rm -rf "$$fresh"' EXIT; \
+	    $(BIN)/python -m server.proto.generate "$$fresh"; \
+	    cd "$$fresh"; for file in $$(find . -name '*_pb2*'); do \
+	    cmp "$$file" "$(CURDIR)/$$file" || { echo "run \`make protos\`"; exit 1; }; done
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 .PHONY: protos

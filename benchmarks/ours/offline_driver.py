@@ -24,22 +24,24 @@ from tpu_engine.front_engine import open_intake
 from tpu_engine.front_offline import OfflineEngine
 from tpu_engine.kv_pages import PagePool
 from tpu_engine.request import FinishReason
-from tpu_engine.scheduler import Scheduler
+from tpu_engine.scheduler import Scheduler, SchedulerLimits
 
 
 class Bench:
     """One built engine behind a runner that records its plans."""
 
     def __init__(self, built: BuiltEngine) -> None:
-        assert built.config.num_pages is not None
+        config = built.config
+        assert config.num_pages is not None and config.max_model_len is not None
         self._built = built
         self._runner = RecordingRunner(built.runner)
-        scheduler = Scheduler(built.config, built.plan, PagePool(built.config.num_pages))
-        loop = EngineLoop(
-            scheduler, self._runner, built.config.overlap, compile_count=built.compile_count
+        limits = SchedulerLimits(
+            config.max_model_len, config.page_size, config.max_waiting, config.max_chunk
         )
+        scheduler = Scheduler(built.plan, limits, PagePool(config.num_pages))
+        loop = EngineLoop(scheduler, self._runner, config.overlap, built.compile_count)
         self._engine: OfflineEngine[int] = OfflineEngine(
-            loop, open_intake(built), max_open=built.config.max_num_seqs
+            loop, open_intake(built), max_open=config.max_num_seqs
         )
 
     def token_times(self, prompts: list[list[int]], num_tokens: int) -> list[float]:
