@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -73,6 +73,7 @@ class Server:
         self.lifecycle = Lifecycle(clock)
         self.failed = asyncio.Event()
         self.failure = ""
+        self._failing: asyncio.Task[None] | None = None
         self._config = config
         self._options = options
         self._build = build or build_real_engine
@@ -148,6 +149,10 @@ class Server:
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
+        self._failing = asyncio.create_task(self._fail())
+
+    async def _fail(self) -> None:
+        await self.lifecycle.become_failed(self.failure)
         self.failed.set()
 
 
@@ -164,31 +169,39 @@ async def serve(
     process at once. Raises what building the engine raises.
     """
     server = Server(config, options, build, report)
-    stopping = _watch_signals(announce)
+    asked = asyncio.create_task(_watch_signals(announce).wait())
     port = await server.start()
     announce(f"listening on {options.host}:{port}")
+    try:
+        await _make_ready(server, asked, announce)
+        failed = asyncio.create_task(server.failed.wait())
+        await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
+        failed.cancel()
+        if server.failed.is_set():
+            announce(f"the step loop failed: {server.failure}")
+        await server.drain(options.grace_s)
+    finally:
+        asked.cancel()
+        await server.stop()
+    announce("stopped")
+    return 1 if server.failed.is_set() else 0
+
+
+async def _make_ready(
+    server: Server, asked: asyncio.Task[Literal[True]], announce: Callable[[str], None]
+) -> None:
+    """Waits for the engine; ends the process where a signal comes first."""
     started_s = time.monotonic()
     ready = asyncio.create_task(server.make_ready())
-    asked = asyncio.create_task(stopping.wait())
     await asyncio.wait((ready, asked), return_when=asyncio.FIRST_COMPLETED)
     if not ready.done():
+        await server.drain(0.0)
         await server.stop()
         announce("stopped before the engine was ready")
-        # The build can't be interrupted and must not hold up the exit.
+        # A compiler at work in another thread can't be interrupted and must not hold up the exit.
         os._exit(0)
     await ready
     announce(f"ready after {time.monotonic() - started_s:.1f} s")
-    failed = asyncio.create_task(server.failed.wait())
-    await asyncio.wait((asked, failed), return_when=asyncio.FIRST_COMPLETED)
-    if server.failed.is_set():
-        await server.lifecycle.become_failed(server.failure)
-        announce(f"the step loop failed: {server.failure}")
-    await server.drain(options.grace_s)
-    await server.stop()
-    for task in (asked, failed):
-        task.cancel()
-    announce("stopped")
-    return 1 if server.failed.is_set() else 0
 
 
 def _watch_signals(announce: Callable[[str], None]) -> asyncio.Event:

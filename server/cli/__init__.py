@@ -1,0 +1,31 @@
+"""The `tpu-engine` command; one module per subcommand.
+
+Owns the list of commands. Engine, JAX and gRPC are imported by a command when it runs, so that
+`--help` is quick.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from server.cli import batch, bench, chat, demo, generate, serve
+from server.cli.flags import with_flags
+
+app = typer.Typer(
+    name="tpu-engine",
+    help="Serve large language models over gRPC, on TPU or CPU.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command("serve")(with_flags(*serve.OPTIONS)(serve.serve))
+app.command("generate")(with_flags(*generate.OPTIONS)(generate.generate))
+app.command("chat")(with_flags(*chat.OPTIONS, optional=chat.OPTIONAL)(chat.chat))
+app.command("batch")(with_flags(*batch.OPTIONS)(batch.batch))
+app.command("bench")(with_flags(*bench.OPTIONS)(bench.bench))
+app.command("demo")(with_flags(*demo.OPTIONS)(demo.demo))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

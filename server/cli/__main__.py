@@ -1,0 +1,5 @@
+"""`python -m server.cli` is `tpu-engine`."""
+
+from server.cli import main
+
+main()
