@@ -44,10 +44,12 @@ def run_driver(
     """Runs `driver` to its end, its standard error into `log`; raises `DriverFailed`."""
     run = DriverRun()
     begin = time.perf_counter()
-    with log.open("w") as errors:
-        process = subprocess.Popen(
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
             driver.command, cwd=driver.folder, stdout=subprocess.PIPE, stderr=errors, text=True
-        )
+        ) as process,
+    ):
         timer = threading.Timer(limit_s, process.kill)
         timer.start()
         try:
