@@ -59,7 +59,7 @@ def test_outputs_do_not_depend_on_company_and_order():
         assert alone.tokens[r.request_id] == expected_tokens(r)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     cancels=st.lists(st.tuples(st.integers(0, 15), st.integers(0, 40)), max_size=16),
     pages=st.sampled_from([34, 60, 300]),
