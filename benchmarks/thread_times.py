@@ -38,7 +38,8 @@ def grouped(
 
     "other" is mainly the step loop's thread, with whatever part of a program it runs itself.
     """
-    seconds = dict.fromkeys(("front", "compute", "transport", "other"), 0.0)
+    groups = ("front", "compute", "transport", "other")
+    seconds: dict[str, float] = dict.fromkeys(groups, 0.0)
     for thread, (name, total) in after.items():
         spent = total - before.get(thread, (name, 0.0))[1]
         seconds[_group(pid, thread, name)] += spent
