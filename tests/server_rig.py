@@ -7,6 +7,7 @@ byte-level tokenizer, and the start and stop of an in-process server.
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -87,6 +88,7 @@ class SlowRunner(FakeRunner):
         return super().collect(cast(Any, handle))
 
 
+@functools.cache
 def byte_tokenizer() -> Tokenizer:
     """256 byte tokens, then two-letter tokens that no text is encoded to, then one special."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

@@ -53,12 +53,12 @@ OPTIONS = (BatchFlags, EngineConfig)
 
 def batch(flags: BatchFlags, config: EngineConfig) -> None:
     """Answer a JSONL file of requests; run it again after a kill to go on where it stopped."""
-    from server.batch_file import OutputFile
+    from server.batch_file import OutputFile, input_lines
 
     input_path, output_path = Path(flags.input), Path(flags.output)
     if not input_path.is_file():
         raise InvalidConfig("input", "an existing file", flags.input)
-    num_lines = sum(1 for _ in input_path.open("rb"))
+    num_lines = sum(1 for _ in input_lines(input_path, 0))
     with OutputFile(output_path, input_path, config.model) as output:
         done_before = output.num_done
         if done_before < num_lines:

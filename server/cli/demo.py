@@ -49,7 +49,7 @@ class DemoFlags:
     """
 
     model: str = "smollm2-135m-instruct"
-    max_tokens: int = 96
+    max_tokens: int = 128
     compile_cache: str | None = None
 
 
@@ -78,7 +78,8 @@ async def _demo(flags: DemoFlags) -> int:
 
     console = Console(highlight=False)
     cache = Path(flags.compile_cache) if flags.compile_cache else default_cache()
-    console.print(f"Starting a server with {flags.model} (compiled programs in {cache})")
+    console.print(f"Starting a server with {flags.model}")
+    console.print(f"Compiled programs are kept in {cache}", soft_wrap=True)
     command = ["serve", "--model", flags.model, "--port", "0", "--compile-cache", str(cache)]
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "server.cli", *command, stderr=asyncio.subprocess.PIPE
@@ -161,6 +162,8 @@ async def _ask_all(client: EngineClient, console: Console, max_tokens: int) -> l
             live.update(_panels(answers))
 
         await asyncio.gather(*(_ask(client, answer, max_tokens, show) for answer in answers))
+    if not console.is_terminal:
+        console.print()  # without a terminal, `Live` prints its last state and no line end
     return answers
 
 
