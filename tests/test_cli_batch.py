@@ -102,7 +102,7 @@ def test_an_output_of_another_run_is_not_touched(tmp_path: Path) -> None:
     assert path.read_bytes() == whole
     (tmp_path / "in.jsonl").write_text(text, errors="surrogateescape")
     with path.open("a") as other:
-        fcntl.flock(other, fcntl.LOCK_EX)
+        fcntl.flock(other, fcntl.LOCK_SH)
         locked = run(tmp_path)
     assert locked.exit_code == 1
     assert "no other batch run" in locked.stderr

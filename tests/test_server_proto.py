@@ -34,5 +34,6 @@ def test_names_on_the_wire_match_the_engines() -> None:
     assert pb.DESCRIPTOR.services_by_name["Engine"].full_name == SERVICE
     fields = set(pb.GenerateRequest.DESCRIPTOR.fields_by_name)
     assert set(SamplingParams.__dataclass_fields__) <= fields
-    reasons = {name.removeprefix("FINISH_REASON_").lower() for name in pb.FinishReason.keys()}
+    values = pb.FinishReason.DESCRIPTOR.values_by_name
+    reasons = {name.removeprefix("FINISH_REASON_").lower() for name in values}
     assert reasons == {str(reason) for reason in FinishReason} | {"unspecified"}
