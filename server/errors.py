@@ -25,6 +25,7 @@ class NotReady(NotServing):
     """The server starts, drains or failed; `retry_after_s` None means ask another server."""
 
     def __init__(self, message: str, retry_after_s: float | None = None) -> None:
+        self.message = message
         self.retry_after_s = retry_after_s
         super().__init__(message)
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, cast
 
-from grpc_health.v1 import health_pb2
-from grpc_health.v1.health import aio as health
+from grpc_health.v1 import health, health_pb2
 
 from server.errors import NotReady
 from server.proto import SERVICE
@@ -37,7 +37,8 @@ class Lifecycle:
     """The state of one server; every change goes to the health service as well."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.health = health.HealthServicer()
+        # Without types of its own, the health package is `Any` to us.
+        self.health: Any = cast("Any", health).aio.HealthServicer()
         self.state = pb.SERVER_STATE_STARTING
         self.progress = pb.Progress(phase="starting")
         self.serving: Serving | None = None

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from importlib import metadata
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -89,7 +89,8 @@ class Server:
         await self.lifecycle.announce_starting()
         service = EngineService(self.lifecycle, package_version(), self._clock)
         self._grpc.add_generic_rpc_handlers((service.handlers(),))
-        health_pb2_grpc.add_HealthServicer_to_server(self.lifecycle.health, self._grpc)
+        health_service = cast("Any", health_pb2_grpc)
+        health_service.add_HealthServicer_to_server(self.lifecycle.health, self._grpc)
         health_name = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
         names = (SERVICE, health_name, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._grpc)

@@ -65,3 +65,4 @@ def fill_status(target: pb.GetServerStatusResponse, status: EngineStatus) -> Non
     target.useful_tokens = status.useful_tokens
     target.executed_tokens = status.executed_tokens
     target.watermark = status.watermark
+    target.preemptions = status.preemptions

@@ -254,7 +254,7 @@ class Progress(_message.Message):
     def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("state", "version", "uptime_s", "progress", "open_streams", "running", "waiting", "free_pages", "total_pages", "compile_count", "steps", "useful_tokens", "executed_tokens", "watermark")
+    __slots__ = ("state", "version", "uptime_s", "progress", "open_streams", "running", "waiting", "free_pages", "total_pages", "compile_count", "steps", "useful_tokens", "executed_tokens", "watermark", "preemptions")
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -269,6 +269,7 @@ class GetServerStatusResponse(_message.Message):
     USEFUL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     EXECUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     version: str
     uptime_s: float
@@ -283,7 +284,8 @@ class GetServerStatusResponse(_message.Message):
     useful_tokens: int
     executed_tokens: int
     watermark: str
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., open_streams: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., compile_count: _Optional[int] = ..., steps: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., watermark: _Optional[str] = ...) -> None: ...
+    preemptions: int
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., open_streams: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., compile_count: _Optional[int] = ..., steps: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., watermark: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
