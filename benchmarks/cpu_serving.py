@@ -165,10 +165,10 @@ def show_table(engines: dict[str, dict]) -> None:
     rows = {name: engine for name, engine in engines.items() if name != "tpu_engine"}
     ours = engines.get("tpu_engine", {})
     rows = {f"tpu_engine {part}": ours[part] for part in ("offline", "grpc") if part in ours} | rows
-    table = Table("engine", *CONTRACT, "ready_cold_s", "ready_warm_s")
-    for name, engine in rows.items():
-        numbers = (engine.get(column) for column in (*CONTRACT, "ready_cold_s", "ready_warm_s"))
-        table.add_row(name, *("-" if n is None else f"{n:.1f}" for n in numbers))
+    table = Table("median", *rows)
+    for metric in (*CONTRACT, "ready_cold_s", "ready_warm_s"):
+        numbers = (engine.get(metric) for engine in rows.values())
+        table.add_row(metric, *("-" if n is None else f"{n:.1f}" for n in numbers))
     console.print(table)
     for name, share in ours.get("share_of_bare", {}).items():
         console.print(f"  {name:<34} {share:6.1%} of the bare step programs")

@@ -32,7 +32,8 @@ class Bench:
 
     def __init__(self, built: BuiltEngine) -> None:
         config = built.config
-        assert config.num_pages is not None and config.max_model_len is not None
+        assert config.num_pages is not None
+        assert config.max_model_len is not None
         self._built = built
         self._runner = RecordingRunner(built.runner)
         limits = SchedulerLimits(
