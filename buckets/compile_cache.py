@@ -10,16 +10,17 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import platform
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 from buckets.shape import StepShape
@@ -46,15 +47,19 @@ class ExecutableRecord:
 class CompileCache:
     """Executables by shape.
 
-    `lower` traces and lowers the program of a shape; `directory` None keeps everything in memory.
-    A stored file that is damaged or that this machine refuses is set aside, named in the
+    `lower` traces and lowers the program of a shape for `devices` (the first one when None);
+    `directory` None keeps everything in memory. A stored file that is damaged or that this machine refuses is set aside, named in the
     record's `note` and rebuilt.
     """
 
     def __init__(
-        self, lower: Callable[[StepShape], jax.stages.Lowered], directory: Path | None
+        self,
+        lower: Callable[[StepShape], jax.stages.Lowered],
+        directory: Path | None,
+        devices: Sequence[Any] | None = None,
     ) -> None:
         self._lower = lower
+        self._devices = jax.devices()[:1] if devices is None else list(devices)
         self._directory = directory
         self._executables: dict[StepShape, jax.stages.Compiled] = {}
         self._records: list[ExecutableRecord] = []
@@ -98,8 +103,8 @@ class CompileCache:
         lowered = self._lower(shape)
         path, note = None, ""
         if self._directory is not None:
-            path = self._directory / (program_key(lowered) + _SUFFIX)
-            executable, note = _load(path, lowered)
+            path = self._directory / (program_key(lowered, self._devices) + _SUFFIX)
+            executable, note = _load(path, lowered, self._devices)
             if executable is not None:
                 self._executables[shape] = executable
                 return ExecutableRecord(shape, "loaded", time.monotonic() - started)
@@ -110,17 +115,16 @@ class CompileCache:
         return ExecutableRecord(shape, "compiled", time.monotonic() - started, note)
 
 
-def program_key(lowered: jax.stages.Lowered) -> str:
+def program_key(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
     """Names a program and everything that decides what the compiler makes of it.
 
     StableHLO text (without source locations), versions, devices, compiler flags, and on CPU the
     processor's features.
     """
-    devices = jax.devices()
     parts = [
         lowered.as_text(),
         jax.__version__,
-        jaxlib.__version__,
+        version("jaxlib"),
         devices[0].client.platform_version,
         f"{devices[0].device_kind} x {len(devices)}",
         os.environ.get("XLA_FLAGS", ""),
@@ -142,7 +146,9 @@ def _cpu_features() -> str:
         return f"{platform.machine()} {platform.processor()}"
 
 
-def _load(path: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled | None, str]:
+def _load(
+    path: Path, lowered: jax.stages.Lowered, devices: Sequence[Any]
+) -> tuple[jax.stages.Compiled | None, str]:
     """Returns the stored executable, or None and why the file was set aside ("" if absent)."""
     try:
         content = path.read_bytes()
@@ -153,10 +159,10 @@ def _load(path: Path, lowered: jax.stages.Lowered) -> tuple[jax.stages.Compiled 
         return None, _set_aside(path, "checksum differs")
     try:
         executable = serialize_executable.deserialize_and_load(
-            payload, lowered.in_tree, lowered.out_tree
+            payload, lowered.in_tree, lowered.out_tree, execution_devices=devices
         )
-    except jax.errors.JaxRuntimeError as error:
-        return None, _set_aside(path, f"refused by this device: {error}")
+    except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError) as error:
+        return None, _set_aside(path, f"refused: {error}")
     return executable, ""
 
 

@@ -95,7 +95,8 @@ def build_engine(
     program = StepProgram(graph, mesh, config.page_size, "xla")
     state = new_state(config, model, mesh)
     directory = Path(config.compile_cache) if config.compile_cache else None
-    executables = CompileCache(partial(_lower, program, weights, state), directory)
+    lower = partial(_lower, program, weights, state)
+    executables = CompileCache(lower, directory, list(mesh.devices.flat))
     for done, record in enumerate(executables.build(plan.shapes), start=1):
         detail = f"{record.shape} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
         report(Progress("compile", done, len(plan.shapes), detail))

@@ -138,6 +138,7 @@ class EngineLoop:
             executed_tokens=self._executed_tokens,
             watermark=gauges.watermark.value,
             compile_count=self._compile_count(),
+            preemptions=gauges.preemptions,
         )
 
     def _dispatch(self, plan: StepPlan, now: float) -> _Dispatched:

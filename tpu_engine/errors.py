@@ -8,7 +8,15 @@ from __future__ import annotations
 
 
 class EngineError(Exception):
-    """Base of every error this project raises on purpose; `str()` is one clear line."""
+    """Base of every error this project raises on purpose; `str()` is one clear line.
+
+    Errors can be pickled (they travel between front and step loop): a subclass with facts of its
+    own keeps them as attributes named like its constructor's arguments.
+    """
+
+    def __reduce__(self) -> tuple[object, ...]:
+        facts = tuple(self.__dict__.values())
+        return (type(self), facts or self.args)
 
 
 class InvalidRequest(EngineError):

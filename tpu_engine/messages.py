@@ -66,6 +66,7 @@ class EngineStatus:
     executed_tokens: int
     watermark: str
     compile_count: int
+    preemptions: int = 0
 
 
 Inbound = Submit | End

@@ -58,10 +58,10 @@ def ragged_paged_attention(
         ValueError: shapes or dtypes that don't fit together, named with both sides.
     """
     _check(q, k_new, v_new, cache, page_table, kv_lens, cu_q_lens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = float(q.shape[-1]) ** -0.5 if scale is None else scale
     if backend == "reference":
         return reference_attention(
-            q, k_new, v_new, cache, layer, page_table, kv_lens, cu_q_lens, num_seqs, scale=scale
+            q, k_new, v_new, cache, layer, page_table, kv_lens, cu_q_lens, num_seqs, scale=factor
         )
     if backend != "xla":
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -74,7 +74,7 @@ def ragged_paged_attention(
             num_tokens=q.shape[0],
             page_size=cache.shape[4],
         )
-    return xla_attention(q, k_new, v_new, cache, layer, work, scale=scale)
+    return xla_attention(q, k_new, v_new, cache, layer, work, scale=factor)
 
 
 def attention_work(

@@ -16,7 +16,6 @@ from jaxtyping import Array, Float, Int
 
 from tpu_engine.models.weights_spec import WeightSpec
 
-
 _FINE_STEPS = 254.0  # the rest of a rounding lies within +-1/2: times 254 it fills int8
 
 

@@ -37,7 +37,7 @@ def load_weights(
     halves: dict[str, _QuantizedParts] = {}
     loaded = []
     for done, (path, variable) in enumerate(flat, start=1):
-        *_, owner, leaf = ("", *path)
+        owner, leaf = ("", *(str(part) for part in path))[-2:]
         name = owner if leaf in ("kernel", "scale") else leaf
         target = variable.get_value()
         place = sharding(mesh, variable.get_metadata()["logical_axes"], target.shape)
@@ -52,10 +52,13 @@ def load_weights(
     return nnx.from_flat_state(loaded)
 
 
-def _whole(read: Callable[[Index], np.ndarray], shape: tuple[int, ...]):
+def _whole(
+    read: Callable[[Index], np.ndarray], shape: tuple[int, ...]
+) -> Callable[[Index | None], np.ndarray]:
     """Makes the indices JAX passes explicit: every slice with its start and stop."""
 
-    def explicit(index: Index) -> np.ndarray:
+    def explicit(index: Index | None) -> np.ndarray:
+        index = index or (slice(None),) * len(shape)
         parts = (slice(*part.indices(size)[:2]) for part, size in zip(index, shape, strict=True))
         return read(tuple(parts))
 

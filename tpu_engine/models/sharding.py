@@ -6,6 +6,7 @@ Owns the rules and the mesh of one engine. Knows no model: models name their axe
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -27,7 +28,7 @@ AXIS_RULES: Mapping[str, str | None] = {
 }
 
 
-def make_mesh(tensor_parallel: int, devices: list[jax.Device] | None = None) -> Mesh:
+def make_mesh(tensor_parallel: int, devices: list[Any] | None = None) -> Mesh:
     """Returns a one-axis mesh of the first `tensor_parallel` devices."""
     devices = jax.devices() if devices is None else devices
     if tensor_parallel > len(devices):
