@@ -21,7 +21,7 @@ from typing import Annotated
 import typer
 import yaml
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from benchmarks import environment
 from benchmarks.driver_process import Driver, DriverFailed, DriverRun, run_driver
@@ -165,7 +165,7 @@ def show_table(engines: dict[str, dict]) -> None:
     rows = {name: engine for name, engine in engines.items() if name != "tpu_engine"}
     ours = engines.get("tpu_engine", {})
     rows = {f"tpu_engine {part}": ours[part] for part in ("offline", "grpc") if part in ours} | rows
-    table = Table("median", *rows)
+    table = Table(Column("median", no_wrap=True), *rows)
     for metric in (*CONTRACT, "ready_cold_s", "ready_warm_s"):
         numbers = (engine.get(metric) for engine in rows.values())
         table.add_row(metric, *("-" if n is None else f"{n:.1f}" for n in numbers))
