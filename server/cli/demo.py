@@ -74,6 +74,8 @@ def demo(flags: DemoFlags) -> None:
 
 
 async def _demo(flags: DemoFlags) -> int:
+    from grpc.aio import AioRpcError
+
     from server.client import EngineClient
 
     console = Console(highlight=False)
@@ -88,7 +90,10 @@ async def _demo(flags: DemoFlags) -> int:
     try:
         address = await log.address()
         async with EngineClient(address) as client:
-            await _show_startup(client, log)
+            try:
+                await _show_startup(client)
+            except AioRpcError:  # it answered before, so it is gone
+                raise await log.why_ended() from None
             answers = await _ask_all(client, console, flags.max_tokens)
             console.print(_timings(answers))
             await _show_shapes(client, console)
@@ -112,10 +117,10 @@ class ServerLog:
         """Where the server listens; raises `EngineError` with its last line if it ended."""
         return await self._address
 
-    def check_alive(self) -> None:
-        """Raises `EngineError` with the server's last line if it ended."""
-        if self._reading.done():
-            raise self._ended()
+    async def why_ended(self) -> EngineError:
+        """The server's last line, once it has ended."""
+        await asyncio.wait_for(asyncio.shield(self._reading), STOP_TIMEOUT_S)
+        return self._ended()
 
     async def _read(self) -> None:
         assert self._child.stderr is not None
@@ -137,14 +142,13 @@ def default_cache() -> Path:
     return Path(base) / "tpu_engine"
 
 
-async def _show_startup(client: EngineClient, log: ServerLog) -> None:
+async def _show_startup(client: EngineClient) -> None:
     from server.proto.tpu_engine.v1 import engine_pb2 as pb
 
     started_s = time.monotonic()
     with StartupDisplay() as display:
         shown = None
         while (status := await client.status()).state == pb.SERVER_STATE_STARTING:
-            log.check_alive()
             progress = status.progress
             if progress.total and progress != shown:
                 display.report(progress.phase, progress.done, progress.total, progress.detail)
