@@ -209,7 +209,8 @@ async def test_the_deadline_of_the_request_comes_with_a_last_message() -> None:
 async def test_more_streams_than_places_are_refused_with_a_retry_time() -> None:
     config = replace(CONFIG, max_num_seqs=2, max_waiting=1)
     async with running_server(config, step_s=0.02) as rig:
-        calls = [rig.client.generate(ids_request([1], max_tokens=300)) for _ in range(3)]
+        endless = ids_request([1], max_tokens=500, ignore_eos=True)
+        calls = [rig.client.generate(endless) for _ in range(3)]
         for call in calls:
             await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
