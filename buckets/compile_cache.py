@@ -48,8 +48,8 @@ class CompileCache:
     """Executables by shape.
 
     `lower` traces and lowers the program of a shape for `devices` (the first one when None);
-    `directory` None keeps everything in memory. A stored file that is damaged or that this machine refuses is set aside, named in the
-    record's `note` and rebuilt.
+    `directory` None keeps everything in memory. A stored file that is damaged or that this
+    machine refuses is set aside, named in the record's `note` and rebuilt.
     """
 
     def __init__(

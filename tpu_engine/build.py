@@ -32,6 +32,7 @@ from tpu_engine.models.sharding import TENSOR, make_mesh
 from tpu_engine.models.weights_spec import expected_tensors
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.step_inputs import InputLayout
+from tpu_engine.step_plan import Runner
 from tpu_engine.step_program import StepProgram, StepState
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
@@ -103,14 +104,19 @@ def build_engine(
     executables.freeze()
 
     runner = ModelRunner(weights, state, executables)
-    loop = _loop(config, plan, runner, executables)
+
+    def compile_count() -> int:
+        return executables.compile_count
+
+    loop = new_loop(config, plan, runner, compile_count)
     report(Progress("ready", 1, 1, f"{len(plan.shapes)} shapes, {config.num_pages} pages"))
-    return BuiltEngine(loop, runner, model, config, plan, lambda: executables.compile_count)
+    return BuiltEngine(loop, runner, model, config, plan, compile_count)
 
 
-def _loop(
-    config: EngineConfig, plan: Plan, runner: ModelRunner, executables: CompileCache
+def new_loop(
+    config: EngineConfig, plan: Plan, runner: Runner, compile_count: Callable[[], int]
 ) -> EngineLoop:
+    """A step loop with a scheduler and a page pool of its own, from a derived configuration."""
     assert config.num_pages is not None
     assert config.max_model_len is not None
     limits = SchedulerLimits(
@@ -120,12 +126,7 @@ def _loop(
         max_chunk=config.max_chunk,
     )
     scheduler = Scheduler(plan, limits, PagePool(config.num_pages))
-    return EngineLoop(
-        scheduler,
-        runner,
-        overlap=config.overlap,
-        compile_count=lambda: executables.compile_count,
-    )
+    return EngineLoop(scheduler, runner, config.overlap, compile_count)
 
 
 def _abstract_model(

@@ -17,7 +17,7 @@ from buckets.compile_cache import CompileCache, MissingExecutable
 from buckets.shape import StepShape
 from tpu_engine.errors import CompileMiss, DeviceFault, EngineError
 from tpu_engine.step_inputs import InputLayout, pack
-from tpu_engine.step_plan import InFlight, StepPlan, StepResult
+from tpu_engine.step_plan import InFlight, Int32, StepPlan, StepResult
 from tpu_engine.step_program import StepState
 
 
@@ -43,19 +43,29 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
         """Starts the step; raises `CompileMiss` where the plan's shape has no executable."""
         try:
-            executable = self._executables.get(plan.shape)
+            results = self.launch(plan.shape, self.pack(plan))
         except MissingExecutable:
             raise CompileMiss(plan.shape, tuple(plan.request_ids.tolist())) from None
-        layout = self._layouts.get(plan.shape)
-        if layout is None:
-            layout = self._layouts[plan.shape] = InputLayout.of(plan.shape)
-        buffer = pack(plan, layout, self._max_num_seqs)
-        try:
-            self._state, results = executable(self._weights, self._state, buffer)
-        except jax.errors.JaxRuntimeError as error:
+        except RuntimeError as error:  # also "array has been deleted", after an earlier fault
             raise DeviceFault(f"step {plan.step_id} could not be started: {error}") from error
         self._dispatched.append(plan.step_id)
         return DispatchedStep(plan, results)
+
+    def pack(self, plan: StepPlan) -> Int32:
+        """Builds the input buffer of a plan."""
+        layout = self._layouts.get(plan.shape)
+        if layout is None:
+            layout = self._layouts[plan.shape] = InputLayout.of(plan.shape)
+        return pack(plan, layout, self._max_num_seqs)
+
+    def launch(self, shape: StepShape, buffer: Int32) -> jax.Array:
+        """Starts the bare program of `shape` on a packed buffer; returns its unread results.
+
+        Raises `MissingExecutable` for a shape that was not built.
+        """
+        executable = self._executables.get(shape)
+        self._state, results = executable(self._weights, self._state, buffer)
+        return results
 
     def collect(self, handle: InFlight) -> StepResult:
         """Waits for the step and reads its tokens back; steps come in dispatch order."""

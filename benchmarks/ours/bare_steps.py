@@ -12,7 +12,6 @@ from collections.abc import Sequence
 import jax
 
 from tpu_engine.model_runner import DispatchedStep, ModelRunner
-from tpu_engine.step_inputs import InputLayout, pack
 from tpu_engine.step_plan import InFlight, StepPlan, StepResult
 
 
@@ -49,20 +48,11 @@ class RecordingRunner:
 def bare_seconds(runner: ModelRunner, plans: Sequence[StepPlan]) -> float:
     """Seconds the executables of `plans` take one after another (values written don't matter).
 
-    Reaches into the runner on purpose: there is no way round it that would be as bare. The
-    runner must be idle.
+    The runner must be idle.
     """
-    slots = runner._max_num_seqs
-    calls = [
-        (runner._executables.get(plan.shape), pack(plan, InputLayout.of(plan.shape), slots))
-        for plan in plans
-    ]
-    state, results = runner._state, None
-    jax.block_until_ready(state)
+    calls = [(plan.shape, runner.pack(plan)) for plan in plans]
     begin = time.perf_counter()
-    for executable, buffer in calls:
-        state, results = executable(runner._weights, state, buffer)
-    jax.block_until_ready((state, results))
-    seconds = time.perf_counter() - begin
-    runner._state = state
-    return seconds
+    for shape, buffer in calls:
+        results = runner.launch(shape, buffer)
+    jax.block_until_ready(results)
+    return time.perf_counter() - begin

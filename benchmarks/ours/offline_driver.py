@@ -16,15 +16,12 @@ import yaml
 
 from benchmarks.ours import events
 from benchmarks.ours.bare_steps import RecordingRunner, bare_seconds
-from tpu_engine.build import BuiltEngine, build_engine
+from tpu_engine.build import BuiltEngine, build_engine, new_loop
 from tpu_engine.config import EngineConfig
-from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.front import Ask, TokenPrompt
 from tpu_engine.front_engine import open_intake
 from tpu_engine.front_offline import OfflineEngine
-from tpu_engine.kv_pages import PagePool
 from tpu_engine.request import FinishReason
-from tpu_engine.scheduler import Scheduler, SchedulerLimits
 
 
 class Bench:
@@ -32,15 +29,9 @@ class Bench:
 
     def __init__(self, built: BuiltEngine) -> None:
         config = built.config
-        assert config.num_pages is not None
-        assert config.max_model_len is not None
         self._built = built
         self._runner = RecordingRunner(built.runner)
-        limits = SchedulerLimits(
-            config.max_model_len, config.page_size, config.max_waiting, config.max_chunk
-        )
-        scheduler = Scheduler(built.plan, limits, PagePool(config.num_pages))
-        loop = EngineLoop(scheduler, self._runner, config.overlap, built.compile_count)
+        loop = new_loop(config, built.plan, self._runner, built.compile_count)
         self._engine: OfflineEngine[int] = OfflineEngine(
             loop, open_intake(built), max_open=config.max_num_seqs
         )

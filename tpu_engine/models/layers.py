@@ -19,6 +19,9 @@ from tpu_engine.models.weights_spec import WeightSpec
 _FINE_STEPS = 254.0  # the rest of a rounding lies within +-1/2: times 254 it fills int8
 
 
+_MOST_INTEGER_ROWS = 64  # beyond, one float matmul is faster than the integer one of twice the rows
+
+
 def weight_param(spec: WeightSpec, num_layers: int, dtype: jnp.dtype) -> nnx.Param:
     """An unloaded parameter with its logical axes; allocate only under `nnx.eval_shape`."""
     lead, lead_axes = ((num_layers,), ("layers",)) if spec.stacked else ((), ())
@@ -67,7 +70,18 @@ def matmul_transposed(
 
 
 def matmul_int8(x: Float[Array, "T I"], w: Int[Array, "O I"]) -> Float[Array, "T O"]:
-    """`x w^T` for an int8 `w`: two exact integer matmuls in one, in float32."""
+    """`x w^T` for an int8 `w`, in float32: whatever way is fastest on the platform lowered for."""
+    return jax.lax.platform_dependent(x, w, cpu=_matmul_int8_cpu, default=_matmul_dequantized)
+
+
+def _matmul_dequantized(x: Float[Array, "T I"], w: Int[Array, "O I"]) -> Float[Array, "T O"]:
+    return matmul_transposed(x, w.astype(x.dtype), jnp.float32)
+
+
+def _matmul_int8_cpu(x: Float[Array, "T I"], w: Int[Array, "O I"]) -> Float[Array, "T O"]:
+    """XLA CPU has a fast int8 matmul and a slow conversion, which few rows don't amortise."""
+    if x.shape[0] > _MOST_INTEGER_ROWS:
+        return _matmul_dequantized(x.astype(jnp.float32), w)
     planes, scale = int8_planes(x)
     exact = matmul_transposed(planes, w, jnp.int32).astype(jnp.float32)
     coarse, fine = jnp.split(exact, 2)

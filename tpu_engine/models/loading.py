@@ -36,11 +36,14 @@ def load_weights(
     flat = list(nnx.to_flat_state(abstract))
     halves: dict[str, _QuantizedParts] = {}
     loaded = []
-    for done, (path, variable) in enumerate(flat, start=1):
+    places = [
+        sharding(mesh, variable.get_metadata()["logical_axes"], variable.get_value().shape)
+        for _, variable in flat
+    ]  # all of them first: a mesh that doesn't fit is refused before anything is read
+    for done, ((path, variable), place) in enumerate(zip(flat, places, strict=True), start=1):
         owner, leaf = ("", *(str(part) for part in path))[-2:]
         name = owner if leaf in ("kernel", "scale") else leaf
         target = variable.get_value()
-        place = sharding(mesh, variable.get_metadata()["logical_axes"], target.shape)
         if target.dtype == np.int8 or leaf == "scale":
             parts = halves.setdefault(name, _QuantizedParts(specs[name], source))
             read = parts.kernel if leaf == "kernel" else parts.scale
