@@ -3,7 +3,7 @@
 Two loops over groups of query blocks, both with trip counts taken from the data, so padding rows
 and unused positions cost nothing: sequences with one query (decodes) go many per group, chunks go
 in blocks of `CHUNK_BLOCK` queries. Each group runs an online softmax (Milakov and Gimelshein,
-arXiv:1805.02867) over blocks of `KV_BLOCK` positions up to the furthest position of the group.
+arXiv:1805.02867) over blocks of positions up to the furthest one of the group.
 Knows nothing of TPUs.
 """
 
@@ -18,7 +18,8 @@ from jaxtyping import Array, Bool, Float, Int
 from kernels.attention.cache_layout import read_kv_block, write_kv
 from kernels.attention.ragged import TokenPlaces, locate_tokens
 
-KV_BLOCK = 128  # positions read per step of the inner loop
+KV_BLOCK = 128  # positions read per step of the inner loop for chunks
+DECODE_KV_BLOCK = 64  # the same for decodes: short contexts read little beyond their end
 CHUNK_BLOCK = 32  # queries of one sequence computed together
 DECODES_PER_GROUP = 8
 CHUNKS_PER_GROUP = 1
@@ -92,12 +93,12 @@ def xla_attention(
     """Same contract as the reference, with the step's `work` list computed beforehand."""
     cache = write_kv(cache, layer, k_new, v_new, work.places.pages, work.places.slots)
     out = jnp.zeros(q.shape, jnp.float32)
-    groups = [(work.decodes, DECODES_PER_GROUP)]
+    groups = [(work.decodes, DECODES_PER_GROUP, DECODE_KV_BLOCK)]
     if q.shape[0] > 1:  # a chunk has at least two tokens
-        groups.append((work.chunks, CHUNKS_PER_GROUP))
+        groups.append((work.chunks, CHUNKS_PER_GROUP, KV_BLOCK))
     scaled = q.astype(jnp.float32) * scale
-    for blocks, per_group in groups:
-        out = _attend_blocks(scaled, cache, layer, work, blocks, out, per_group)
+    for blocks, per_group, kv_block in groups:
+        out = _attend_blocks(scaled, cache, layer, work, blocks, out, per_group, kv_block)
     return out.astype(q.dtype), cache
 
 
@@ -109,6 +110,7 @@ def _attend_blocks(
     blocks: QueryBlocks,
     out: Float[Array, "T N H"],
     per_group: int,
+    kv_block: int,
 ) -> Float[Array, "T N H"]:
     """Loops over groups of blocks and scatters each group's result to its tokens."""
     per_group = min(per_group, blocks.seqs.shape[0])
@@ -120,7 +122,7 @@ def _attend_blocks(
         tokens, is_query = members(blocks.tokens), members(blocks.is_query)
         positions = jnp.where(is_query, work.places.positions[tokens], -1)
         pages = work.page_table[members(blocks.seqs)]
-        result = _online_softmax(q[tokens], positions, pages, cache, layer)
+        result = _online_softmax(q[tokens], positions, pages, cache, layer, kv_block)
         targets = jnp.where(is_query, tokens, q.shape[0])
         return out.at[targets].set(result, mode="drop")
 
@@ -133,11 +135,12 @@ def _online_softmax(
     pages: Int[Array, "G W"],
     cache: Float[Array, "L P 2 K S H"],
     layer: Int[Array, ""],
+    kv_block: int,
 ) -> Float[Array, "G Q N H"]:
     """Attends `Q` queries per member to positions `0 .. positions`; -1 marks no query."""
     num_members, num_queries, num_heads, head_dim = q.shape
     num_kv_heads, page_size = cache.shape[3], cache.shape[4]
-    per_block = max(KV_BLOCK // page_size, 1)
+    per_block = max(kv_block // page_size, 1)
     block_len = per_block * page_size
     rows = num_queries * (num_heads // num_kv_heads)
     # Query rows of one KV head lie together: [G, K, Q * N/K, H].

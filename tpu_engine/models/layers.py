@@ -85,7 +85,7 @@ def _matmul_int8_cpu(x: Float[Array, "T I"], w: Int[Array, "O I"]) -> Float[Arra
     planes, scale = int8_planes(x)
     exact = matmul_transposed(planes, w, jnp.int32).astype(jnp.float32)
     coarse, fine = jnp.split(exact, 2)
-    return (coarse + fine / _FINE_STEPS) * scale
+    return (coarse + fine * (1 / _FINE_STEPS)) * scale
 
 
 def int8_planes(x: Float[Array, "T I"]) -> tuple[Int[Array, "2T I"], Float[Array, "T 1"]]:
@@ -96,7 +96,7 @@ def int8_planes(x: Float[Array, "T I"]) -> tuple[Int[Array, "2T I"], Float[Array
     """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1, keepdims=True), 1e-12) / 127.0
-    steps = x / scale
+    steps = x * (1 / scale)
     coarse = jnp.round(steps)
     fine = jnp.round((steps - coarse) * _FINE_STEPS)
     return jnp.concatenate([coarse, fine]).astype(jnp.int8), scale
