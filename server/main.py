@@ -13,7 +13,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import grpc
@@ -27,6 +26,7 @@ from server.proto import SERVICE
 from server.proto.tpu_engine.v1 import engine_pb2 as pb
 from server.service import EngineService
 from server.streams import Streams
+from server.version import package_version
 from tpu_engine.config import EngineConfig
 from tpu_engine.errors import InvalidConfig
 from tpu_engine.front import Intake
@@ -49,14 +49,6 @@ GRPC_OPTIONS = (
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
 )
-
-
-def package_version() -> str:
-    """The installed version, or "unknown" in a source tree that was never installed."""
-    try:
-        return metadata.version("tpu-engine")
-    except metadata.PackageNotFoundError:
-        return "unknown"
 
 
 class Server:

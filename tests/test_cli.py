@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,14 @@ def test_help_is_complete_and_loads_no_jax_and_no_grpc() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert all(command in done.stdout for command in COMMANDS)
+
+
+def test_version_is_that_of_the_installed_package() -> None:
+    result = invoke("--version")
+    assert (result.exit_code, result.output) == (
+        0,
+        f"tpu-engine {metadata.version('tpu-engine')}\n",
+    )
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -6,18 +6,40 @@ Owns the list of commands. Engine, JAX and gRPC are imported by a command when i
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import typer
 
 from server.cli import batch, bench, chat, demo, generate, serve
 from server.cli.flags import with_flags
+from server.version import package_version
 
 app = typer.Typer(
     name="tpu-engine",
-    help="Serve large language models over gRPC, on TPU or CPU.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"tpu-engine {package_version()}")
+        raise typer.Exit
+
+
+@app.callback()
+def _about(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and exit.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Serve large language models over gRPC, on TPU or CPU."""
+
+
 app.command("serve")(with_flags(*serve.OPTIONS)(serve.serve))
 app.command("generate")(with_flags(*generate.OPTIONS)(generate.generate))
 app.command("chat")(with_flags(*chat.OPTIONS, optional=chat.OPTIONAL)(chat.chat))
