@@ -91,6 +91,12 @@ def test_every_flag_has_help(cls: Any) -> None:
     assert all(helps.get(field.name) for field in fields(cls)), helps
 
 
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_cuts_no_flag_in_a_small_terminal(command: str) -> None:
+    result = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"})
+    assert "…" not in result.output
+
+
 def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path: Path) -> None:
     for name, text in (
         ("a.yaml", "model: from-file\nmax_num_seqs: 4\noverlap: false\ngrace_s: 5\n"),

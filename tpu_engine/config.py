@@ -24,15 +24,18 @@ class EngineConfig:
         kv_dtype: of the KV cache; auto follows `dtype`.
         quantize: "none", or "int8" (weights only, one scale per output channel).
         page_size: token positions per page.
-        num_pages: pages in the pool, null page included; None derives it.
-        max_model_len: prompt plus output tokens of one request; None takes min(model's, 4096).
+        num_pages: pages in the pool, null page included; derived from memory if not given.
+        max_model_len: prompt plus output tokens of one request; the model's own limit, but at most
+            4096, if not given.
         max_num_seqs: sequences that may hold a slot at once.
         max_num_batched_tokens: tokens of the largest step.
         max_waiting: requests that may wait for admission before new ones are refused.
-        max_chunk: largest prefill chunk of one request in one step; None means no own limit.
+        max_chunk: largest prefill chunk of one request in one step; as large as the step
+            if not given.
         tensor_parallel: devices on the `tensor` mesh axis.
         overlap: plan and dispatch step N+1 before the tokens of step N are read back.
-        compile_cache: folder for compiled programs; None keeps them in memory only.
+        compile_cache: folder for compiled programs, so that a later start need not compile; kept in
+            memory only if not given.
     """
 
     model: str

@@ -54,10 +54,12 @@ def with_flags(
                 lambda: command(*read_options(classes, given, with_file, optional)), debug=debug
             )
 
-        parameters = [p for cls in classes for p in _parameters(cls)]
+        parameters = [p for cls in classes for p in _parameters(cls, cls in optional)]
         if any(cls in FILE_CLASSES for cls in classes):
             parameters.append(_flag("config", Path | None, None, "YAML or TOML file of options."))
-        parameters.append(_flag("debug", bool, False, "Show the traceback of an error."))
+        parameters.append(
+            _flag("debug", bool, False, "Show the traceback of an error.", is_switch=True)
+        )
         run.__name__, run.__doc__ = command.__name__, command.__doc__
         run.__annotations__ = {p.name: p.annotation for p in parameters}
         setattr(run, "__signature__", inspect.Signature(parameters))  # noqa: B010
@@ -148,29 +150,48 @@ def option_help(cls: type[OptionClass]) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in entries}
 
 
-def _parameters(cls: type[OptionClass]) -> list[inspect.Parameter]:
+def _parameters(cls: type[OptionClass], is_optional: bool) -> list[inspect.Parameter]:
     hints, helps = typing.get_type_hints(cls), option_help(cls)
+    panel = (inspect.getdoc(cls) or "").splitlines()[0].partition(";")[0].rstrip(".")
     parameters: list[inspect.Parameter] = []
     for field in fields(cls):
-        default = None if field.default in (MISSING, None) else str(field.default)
-        if typing.get_origin(hints[field.name]) is tuple:
-            kind: Any = list[str] | None
-            default = None
-        else:
-            kind = _without_none(hints[field.name]) | None
-        text = helps[field.name]
-        help_text = text[0].upper() + text[1:]
-        parameters.append(_flag(field.name, kind, None, help_text, show=default))
+        is_list = typing.get_origin(hints[field.name]) is tuple
+        kind = list[str] | None if is_list else _without_none(hints[field.name]) | None
+        text = helps[field.name] + _default_text(field, is_optional)
+        # `--no-...` where there is something to turn off: a default, or what a file says.
+        is_switch = field.default is False and cls not in FILE_CLASSES
+        text = text[0].upper() + text[1:]
+        parameters.append(_flag(field.name, kind, None, text, panel, is_switch=is_switch))
     return parameters
 
 
+def _default_text(field: Field[Any], is_optional: bool) -> str:
+    if field.default is MISSING:
+        return "" if is_optional else " (required)"
+    if field.default in (None, ()) or field.default is False:
+        return ""
+    return f" (default: {'on' if field.default is True else field.default})"
+
+
 def _flag(
-    name: str, kind: Any, default: Any, help_text: str, show: str | None = None
+    name: str,
+    kind: Any,
+    default: Any,
+    help_text: str,
+    panel: str | None = None,
+    *,
+    is_switch: bool = False,
 ) -> inspect.Parameter:
-    option = typer.Option(help=help_text, show_default=False if show is None else show)
+    names = (flag_name(name),) if is_switch else ()
+    option = typer.Option(*names, help=help_text, show_default=False, rich_help_panel=panel)
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
+
+
+def flag_name(option: str) -> str:
+    """`--max-tokens` for `max_tokens`."""
+    return "--" + option.replace("_", "-")
 
 
 def _build(cls: type[OptionClass], stated: Mapping[str, Any]) -> OptionClass:
@@ -180,8 +201,8 @@ def _build(cls: type[OptionClass], stated: Mapping[str, Any]) -> OptionClass:
         if field.name in stated:
             values[field.name] = _checked(field.name, hints[field.name], stated[field.name])
         elif field.default is MISSING and field.default_factory is MISSING:
-            flag = "--" + field.name.replace("_", "-")
-            raise InvalidConfig(field.name, f"given: use {flag} or a --config file", None)
+            limit = f"given: use {flag_name(field.name)} or a --config file"
+            raise InvalidConfig(field.name, limit, None)
     return cls(**values)
 
 
