@@ -20,8 +20,8 @@ def prompts() -> list[np.ndarray]:
 
 
 def main(model_dir: str, output: str) -> None:
-    import torch
-    import transformers
+    import torch  # pyright: ignore[reportMissingImports]
+    import transformers  # pyright: ignore[reportMissingImports]
 
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     model.eval()
@@ -33,7 +33,7 @@ def main(model_dir: str, output: str) -> None:
             logits = model(torch.from_numpy(ids.astype(np.int64))[None]).logits[0]
         arrays[f"ids_{i}"] = ids
         arrays[f"logits_{i}"] = logits.numpy().astype(np.float32)
-    np.savez_compressed(output, **arrays)
+    np.savez_compressed(output, allow_pickle=False, **arrays)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine_rig import PAGES_PER_SEQ, PLANS, Rig, make_rig, prompts, requests, serve
 from tpu_engine.errors import InvalidConfig, InvalidModel
-from tpu_engine.messages import End, Submit
+from tpu_engine.messages import End, RequestOutput, Submit
 from tpu_engine.request import Finish, FinishReason, SamplingParams
 
 GREEDY = SamplingParams(max_tokens=20, ignore_eos=True)
@@ -83,7 +83,7 @@ def test_nothing_compiles_in_service(rig: Rig) -> None:
     engine = rig.build()
     compiled: list[str] = []
 
-    def listen(event: str, duration: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if "compile" in event:
             compiled.append(event)
 
@@ -123,6 +123,7 @@ def test_random_cancels_leak_nothing(rig: Rig) -> None:
             victim = rng.choice(live)
             messages.append(End(victim, Finish(FinishReason.CANCELLED)))
         for output in engine.loop.turn(messages, float(turn)):
+            assert isinstance(output, RequestOutput)
             if output.finish is not None:
                 ended += 1
                 live.remove(output.request_id)

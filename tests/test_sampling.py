@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -27,7 +28,7 @@ def rows(**options: object) -> SamplingRows:
     values = neutral | options
     return SamplingRows(
         *(
-            np.broadcast_to(np.asarray(values[name], neutral[name].dtype), ROWS)
+            jnp.broadcast_to(jnp.asarray(values[name], neutral[name].dtype), ROWS)
             for name in SamplingRows._fields
         )
     )
@@ -103,12 +104,12 @@ def test_never_leaves_the_allowed_set(seed: int, top_k: int, top_p: float, min_p
 def test_draws_follow_the_distribution() -> None:
     values = np.broadcast_to(np.log([0.5, 0.3, 0.2]).astype(np.float32), (2000, 3))
     many = SamplingRows(
-        np.full(2000, 1, np.float32),
-        np.zeros(2000, np.int32),
-        np.ones(2000, np.float32),
-        np.zeros(2000, np.float32),
-        np.arange(2000, dtype=np.uint32),
-        np.full(2000, 17, np.int32),
+        jnp.full(2000, 1, jnp.float32),
+        jnp.zeros(2000, jnp.int32),
+        jnp.ones(2000, jnp.float32),
+        jnp.zeros(2000, jnp.float32),
+        jnp.arange(2000, dtype=jnp.uint32),
+        jnp.full(2000, 17, jnp.int32),
     )
     counts = np.bincount(np.asarray(jitted(values, many).token_ids), minlength=3)
     np.testing.assert_allclose(counts / 2000, [0.5, 0.3, 0.2], atol=0.04)

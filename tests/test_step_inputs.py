@@ -63,9 +63,15 @@ def test_packs_only_rows_that_sample() -> None:
     assert field["position"].tolist() == [21, 2, 0, 0]
     assert field["top_k"].tolist() == [0, 40, 0, 0]
     assert field["seed"].view(np.uint32).tolist() == [1, 2**32 - 1, 0, 0]
-    np.testing.assert_array_equal(field["temperature"].view(np.float32), np.float32([0, 0.5, 0, 0]))
-    np.testing.assert_array_equal(field["top_p"].view(np.float32), np.float32([1, 0.9, 1, 1]))
-    np.testing.assert_array_equal(field["min_p"].view(np.float32), np.float32([0, 0.05, 0, 0]))
+    np.testing.assert_array_equal(
+        field["temperature"].view(np.float32), np.array([0, 0.5, 0, 0], np.float32)
+    )
+    np.testing.assert_array_equal(
+        field["top_p"].view(np.float32), np.array([1, 0.9, 1, 1], np.float32)
+    )
+    np.testing.assert_array_equal(
+        field["min_p"].view(np.float32), np.array([0, 0.05, 0, 0], np.float32)
+    )
 
 
 def test_layout_has_no_gap_and_no_overlap() -> None:

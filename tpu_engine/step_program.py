@@ -18,12 +18,14 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from buckets.shape import StepShape
-from kernels.attention import Backend, attention_work, ragged_paged_attention
+from kernels.attention import Backend, XlaWork, attention_work, ragged_paged_attention
 from kernels.attention.cache_layout import KV_HEAD_AXIS
-from tpu_engine.models.llama import Attend
 from tpu_engine.models.sharding import TENSOR
 from tpu_engine.sampling import SamplingRows, sample
 from tpu_engine.step_inputs import FLOAT_FIELDS, InputLayout
+
+# page_table, kv_lens, cu_q_lens, num_seqs of a step
+Batch = tuple[Array, Array, Array, Array]
 
 
 class StepState(NamedTuple):
@@ -68,13 +70,13 @@ class StepProgram:
         batch = (field["page_table"], field["kv_lens"], field["cu_q_lens"], num_seqs)
         work = attention_work(*batch, num_tokens=shape.num_tokens, page_size=self.page_size)
 
+        attention = self._sharded(self._attention)
+
         def attend(q: Array, k: Array, v: Array, cache: Array, layer: Array):
-            return ragged_paged_attention(
-                q, k, v, cache, layer, *batch, backend=self.backend, work=work
-            )
+            return attention(q, k, v, cache, layer, batch, work)
 
         model = nnx.merge(self.graph, weights)
-        hidden, cache = model(token_ids, work.places.positions, cache, self._sharded(attend))
+        hidden, cache = model(token_ids, work.places.positions, cache, attend)
         logits = model.logits(hidden[field["logit_rows"]])
         sampled = sample(logits, SamplingRows(*(field[name] for name in SamplingRows._fields)))
         last_tokens = last_tokens.at[field["target_slots"]].set(sampled.token_ids, mode="drop")
@@ -82,16 +84,24 @@ class StepProgram:
         results = jnp.stack([sampled.token_ids, bits, sampled.finite.astype(jnp.int32)])
         return StepState(cache, last_tokens), results
 
-    def _sharded(self, attend: Attend) -> Attend:
+    def _attention(
+        self, q: Array, k: Array, v: Array, cache: Array, layer: Array, batch: Batch, work: XlaWork
+    ) -> tuple[Array, Array]:
+        return ragged_paged_attention(
+            q, k, v, cache, layer, *batch, backend=self.backend, work=work
+        )
+
+    def _sharded(self, attention: Callable[..., tuple[Array, Array]]):
         """Runs attention per shard of the KV heads; heads never talk to each other."""
         if self.mesh.size == 1:
-            return attend
+            return attention
         heads = PartitionSpec(None, TENSOR, None)
         cache = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(6)))
+        everywhere = PartitionSpec()
         return jax.shard_map(
-            attend,
+            attention,
             mesh=self.mesh,
-            in_specs=(heads, heads, heads, cache, PartitionSpec()),
+            in_specs=(heads, heads, heads, cache, everywhere, everywhere, everywhere),
             out_specs=(heads, cache),
             check_vma=False,
         )

@@ -1,5 +1,6 @@
 """Ragged paged attention: one public op, its reference, its backends and its cache layout."""
 
 from kernels.attention.api import BACKENDS, Backend, attention_work, ragged_paged_attention
+from kernels.attention.xla import XlaWork
 
-__all__ = ["BACKENDS", "Backend", "attention_work", "ragged_paged_attention"]
+__all__ = ["BACKENDS", "Backend", "XlaWork", "attention_work", "ragged_paged_attention"]
