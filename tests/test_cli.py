@@ -19,6 +19,7 @@ from typer.testing import CliRunner, Result
 from server.cli import app, batch, bench, chat, demo, generate
 from server.cli.flags import option_help, read_options
 from server.cli.sampling import SamplingFlags
+from server.cli.startup import StartupDisplay, with_cache
 from server.load import Lengths, Sample, draw_jobs, percentiles, summarize
 from server.options import ServerOptions
 from tests.fake_runner import expected_tokens
@@ -260,3 +261,23 @@ def test_load_is_reproducible_and_its_summary_exact() -> None:
     assert summary["ttft_s"] == {"mean": 1.0, "p50": 1.0, "p90": 1.0, "p99": 1.0}
     assert percentiles([]) == {}
     assert percentiles(list(range(101)))["p90"] == 90
+
+
+def test_commands_keep_compiled_programs_in_the_users_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    display = StartupDisplay()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert with_cache(EngineConfig("m"), display).compile_cache == str(tmp_path / "tpu_engine")
+    for chosen in ("", "elsewhere"):
+        config = EngineConfig("m", compile_cache=chosen)
+        assert with_cache(config, display) == config
+
+
+def test_a_cache_that_can_not_be_written_is_said_and_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert with_cache(EngineConfig("m"), StartupDisplay()).compile_cache is None
+    assert "can't be written" in capsys.readouterr().err

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from buckets.compile_cache import CompileCache
+from buckets.compile_cache import CompileCache, ExecutableRecord
 from buckets.plan import Plan, default_plan
 from buckets.shape import StepShape
 from kernels.attention.cache_layout import KV_HEAD_AXIS, kv_cache_shape
@@ -98,9 +98,9 @@ def build_engine(
     directory = Path(config.compile_cache) if config.compile_cache else None
     lower = partial(_lower, program, weights, state)
     executables = CompileCache(lower, directory, list(mesh.devices.flat))
+    report(Progress("compile", 0, len(plan.shapes), "first shape"))
     for done, record in enumerate(executables.build(plan.shapes), start=1):
-        detail = f"{record.shape} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
-        report(Progress("compile", done, len(plan.shapes), detail))
+        report(Progress("compile", done, len(plan.shapes), _summary(record)))
     executables.freeze()
 
     runner = ModelRunner(weights, state, executables)
@@ -179,6 +179,12 @@ def _size(shape: tuple[int, ...]) -> int:
     for dim in shape:
         size *= dim
     return size
+
+
+def _summary(record: ExecutableRecord) -> str:
+    """One short line; shapes of one plan differ in tokens and sequences."""
+    shape = f"tokens={record.shape.num_tokens} seqs={record.shape.num_seqs}"
+    return f"{shape} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
 
 
 def _silent(_: Progress) -> None:

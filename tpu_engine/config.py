@@ -34,8 +34,8 @@ class EngineConfig:
             if not given.
         tensor_parallel: devices on the `tensor` mesh axis.
         overlap: plan and dispatch step N+1 before the tokens of step N are read back.
-        compile_cache: folder for compiled programs, so that a later start need not compile; kept in
-            memory only if not given.
+        compile_cache: folder for compiled programs; an empty name keeps them in memory only. The
+            commands take `~/.cache/tpu_engine` if not given.
     """
 
     model: str

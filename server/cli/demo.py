@@ -23,7 +23,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from server.cli.startup import StartupDisplay
+from server.cli.startup import StartupDisplay, default_cache
 from tpu_engine.errors import EngineError
 
 if TYPE_CHECKING:
@@ -136,12 +136,6 @@ class ServerLog:
         return EngineError(f"the server ended: {self._lines[-1] if self._lines else 'no output'}")
 
 
-def default_cache() -> Path:
-    """Where this user's compiled programs are kept."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "tpu_engine"
-
-
 async def _show_startup(client: EngineClient) -> None:
     from server.proto.tpu_engine.v1 import engine_pb2 as pb
 
@@ -228,11 +222,21 @@ async def _stop(child: asyncio.subprocess.Process, console: Console) -> int:
     child.send_signal(signal.SIGTERM)
     code = await asyncio.wait_for(child.wait(), STOP_TIMEOUT_S)
     console.print(f"Server stopped by SIGTERM, exit code {code}.")
+    _show_next(console)
+    return code
+
+
+def _show_next(console: Console) -> None:
+    # Ours is not in the path until the environment is activated, as `make demo` leaves it.
+    here = Path(sys.executable).parent
+    if here not in (Path(folder) for folder in os.get_exec_path()):
+        shown = os.path.relpath(here) if here.is_relative_to(Path.cwd()) else here
+        console.print(f"\nNext, after `source {shown}/activate`:", soft_wrap=True)
+    else:
+        console.print("\nNext:")
     console.print(
-        "Next:\n"
         "  tpu-engine chat --model smollm2-135m-instruct    talk to it in the terminal\n"
         "  tpu-engine serve --model smollm2-135m-instruct   keep a server running\n"
         "  tpu-engine bench                                 put a load on that server\n"
         "  tpu-engine --help                                everything else"
     )
-    return code

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import typer
 
-from server.cli.startup import StartupDisplay
+from server.cli.startup import StartupDisplay, with_cache
 from server.options import ServerOptions
 from tpu_engine.config import EngineConfig
 
@@ -21,6 +21,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> None:
     from server.main import serve as serve_until_signal
 
     with StartupDisplay() as display:
+        config = with_cache(config, display)
 
         def announce(line: str) -> None:
             if line.startswith("ready"):

@@ -5,11 +5,21 @@ Owns this display, and the opening of an offline engine behind it. Knows no comm
 
 from __future__ import annotations
 
+import os
+from dataclasses import replace
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+)
 
 from tpu_engine.config import EngineConfig
 
@@ -29,8 +39,9 @@ class StartupDisplay:
         self.console = Console(stderr=True, highlight=False)
         self._bars = Progress(
             TextColumn("{task.description:>8}"),
-            BarColumn(bar_width=30),
+            BarColumn(bar_width=18),
             MofNCompleteColumn(),
+            TimeElapsedColumn(),
             TextColumn("{task.fields[detail]}"),
             console=self.console,
             transient=False,
@@ -75,13 +86,31 @@ class StartupDisplay:
         self.report(progress.phase, progress.done, progress.total, progress.detail)
 
 
+def default_cache() -> Path:
+    """Where this user's compiled programs are kept."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "tpu_engine"
+
+
+def with_cache(config: EngineConfig, display: StartupDisplay) -> EngineConfig:
+    """Puts the user's own folder where no compile cache was named, if it can be written."""
+    if config.compile_cache is not None:
+        return config
+    folder = default_cache()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        display.say(f"{folder} can't be written: compiled programs are not kept")
+        return config
+    return replace(config, compile_cache=str(folder))
+
+
 def open_engine(config: EngineConfig) -> tuple[BuiltEngine, OfflineEngine[int]]:
     """Builds an engine with its progress shown, and the offline front on it."""
     from tpu_engine.front_engine import build_real_engine, open_intake
     from tpu_engine.front_offline import OfflineEngine
 
     with StartupDisplay() as display:
-        built = build_real_engine(config, display.take)
+        built = build_real_engine(with_cache(config, display), display.take)
     max_open = min(OPEN_PER_SLOT * built.config.max_num_seqs, built.config.max_waiting)
     engine: OfflineEngine[int] = OfflineEngine(built.loop, open_intake(built), max_open)
     return built, engine
