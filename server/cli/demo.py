@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 STOP_TIMEOUT_S = 30.0
+FRAME_WIDTH = 4
 PROMPTS = (
     "What is gravity?",
     "Write two sentences about the sea.",
@@ -148,20 +149,24 @@ async def _show_startup(client: EngineClient) -> None:
                 display.report(progress.phase, progress.done, progress.total, progress.detail)
                 shown = progress
             await asyncio.sleep(POLL_S)
+        if status.state == pb.SERVER_STATE_READY:
+            display.complete()
         display.close()
         display.say(f"ready after {time.monotonic() - started_s:.1f} s")
 
 
 async def _ask_all(client: EngineClient, console: Console, max_tokens: int) -> list[Answer]:
     answers = [Answer(prompt) for prompt in PROMPTS]
-    with Live(_panels(answers), console=console, refresh_per_second=12) as live:
+    # While answers grow, their last lines: a live view can't be taller than the terminal.
+    num_lines = max(1, (console.height - 1) // len(answers) - 2)
+    with Live(console=console, transient=True, refresh_per_second=12) as live:
 
         def show() -> None:
-            live.update(_panels(answers))
+            if console.is_terminal:
+                live.update(_panels(answers, console, num_lines))
 
         await asyncio.gather(*(_ask(client, answer, max_tokens, show) for answer in answers))
-    if not console.is_terminal:
-        console.print()  # without a terminal, `Live` prints its last state and no line end
+    console.print(_panels(answers, console, None))
     return answers
 
 
@@ -191,8 +196,14 @@ async def _ask(
             answer.reason = name.removeprefix("FINISH_REASON_").lower()
 
 
-def _panels(answers: Sequence[Answer]) -> Group:
-    return Group(*(Panel(Text(answer.text), title=answer.prompt) for answer in answers))
+def _panels(answers: Sequence[Answer], console: Console, num_lines: int | None) -> Group:
+    """Every answer in a frame, cut to its last `num_lines` lines (None: whole)."""
+    panels: list[Panel] = []
+    for answer in answers:
+        lines = Text(answer.text).wrap(console, console.width - FRAME_WIDTH)
+        shown = lines if num_lines is None else lines[-num_lines:]
+        panels.append(Panel(Text("\n").join(shown), title=answer.prompt))
+    return Group(*panels)
 
 
 def _timings(answers: Sequence[Answer]) -> Table:

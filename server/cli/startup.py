@@ -66,6 +66,11 @@ class StartupDisplay:
         if self._bars.live.is_started:
             self._bars.stop()
 
+    def complete(self) -> None:
+        """Fills every bar: start-up ended well, though its last step may not have been seen."""
+        for task in self._bars.tasks:
+            self._bars.update(task.id, completed=task.total)
+
     def say(self, line: str) -> None:
         """Prints a line above the bars."""
         self.console.print(line, markup=False, soft_wrap=True)
