@@ -41,7 +41,7 @@ OPTIONAL = (EngineConfig,)
 def chat(flags: ChatFlags, config: EngineConfig | None, sampling: SamplingFlags) -> None:
     """Talk to a model in the terminal: Ctrl-C ends an answer, Ctrl-D the conversation."""
     if (flags.server is None) == (config is None):
-        limit = "given, or an engine's options (--model ...): exactly one of the two"
+        limit = "given, or else --model and other options of an engine; one of both"
         raise InvalidConfig("server", limit, flags.server)
     if config is None:
         talker = server_talker(str(flags.server), sampling)

@@ -201,7 +201,8 @@ def _build(cls: type[OptionClass], stated: Mapping[str, Any]) -> OptionClass:
         if field.name in stated:
             values[field.name] = _checked(field.name, hints[field.name], stated[field.name])
         elif field.default is MISSING and field.default_factory is MISSING:
-            limit = f"given: use {flag_name(field.name)} or a --config file"
+            place = " or a --config file" if cls in FILE_CLASSES else ""
+            limit = f"given: use {flag_name(field.name)}{place}"
             raise InvalidConfig(field.name, limit, None)
     return cls(**values)
 
