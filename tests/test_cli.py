@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -22,7 +24,7 @@ from server.cli.sampling import SamplingFlags
 from server.cli.startup import StartupDisplay, with_cache
 from server.load import Lengths, Sample, draw_jobs, percentiles, summarize
 from server.options import ServerOptions
-from tests.fake_runner import expected_tokens
+from tests.fake_runner import FakeRunner, expected_tokens
 from tests.server_rig import CONFIG, byte_tokenizer, fake_engine, running_server
 from tpu_engine import front_engine
 from tpu_engine.config import EngineConfig
@@ -175,6 +177,28 @@ def test_chat_keeps_the_conversation() -> None:
     first = fake_text("<system>be<user>hi<assistant>", 5)
     second = fake_text(f"<system>be<user>hi<assistant>{first}<user>more<assistant>", 5)
     assert result.stdout == f"{first}\n{second}\n\n"
+
+
+@pytest.mark.usefixtures("fake_build")
+def test_ctrl_c_in_the_middle_of_a_step_ends_the_answer_and_not_the_chat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    words = ("chat", "--model", "fake", "--max-tokens", "20", "--seed", "0", "--ignore-eos")
+    whole = invoke(*words, stdin="one\n").output.removesuffix("\n\n")
+    collect, num_steps = FakeRunner.collect, itertools.count()
+
+    def interrupted(self: FakeRunner, step: Any) -> Any:
+        if next(num_steps) == 5:
+            signal.raise_signal(signal.SIGINT)
+        return collect(self, step)
+
+    monkeypatch.setattr(FakeRunner, "collect", interrupted)
+    result = invoke(*words, stdin="one\ntwo\n")
+    assert result.exit_code == 0, result.output
+    first, stopped, second = result.output.partition(" [stopped]\n")
+    assert stopped
+    assert whole.startswith(first)
+    assert len(second) > len(first)
 
 
 def test_chat_wants_either_a_server_or_a_model() -> None:

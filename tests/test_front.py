@@ -17,6 +17,7 @@ from tpu_engine.front_offline import OfflineEngine
 from tpu_engine.front_output import Completion, OutputAssembler, Piece
 from tpu_engine.messages import RequestOutput
 from tpu_engine.request import Finish, FinishReason, Request, SamplingParams
+from tpu_engine.step_plan import InFlight
 from tpu_engine.text.chat_template import ChatTemplate
 from tpu_engine.weights.open_model import GenerationDefaults
 
@@ -220,6 +221,23 @@ def test_leaving_the_offline_engine_early_ends_what_is_open() -> None:
     assert built.loop.status().free_pages == built.loop.status().total_pages
     ask = Ask(TokenPrompt((9,)), max_tokens=2, seed=0, ignore_eos=True)
     assert not any(isinstance(piece, EngineError) for _, piece in engine.run([("x", ask)]))
+
+
+def test_an_interrupt_inside_a_step_comes_out_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    built = fake_engine()
+    engine: OfflineEngine[int] = OfflineEngine(built.loop, open_intake(cast(Any, built)), 4)
+    answers = engine.run([(0, Ask(TokenPrompt((1,)), max_tokens=400, ignore_eos=True))])
+    for _ in range(5):
+        next(answers)
+    collect = built.runner.collect
+
+    def interrupted(handle: InFlight) -> None:
+        collect(handle)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(built.runner, "collect", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        list(answers)
 
 
 def test_admitted_requests_bring_their_assembler() -> None:

@@ -6,7 +6,7 @@ Owns the driving of the step loop for `generate`, `chat` and `batch`. Knows no f
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from typing import Generic, TypeVar
 
 from tpu_engine.engine_loop import EngineLoop
@@ -38,15 +38,16 @@ class OfflineEngine(Generic[Key]):
         self._clock = clock
         self._open: dict[int, tuple[Key, OutputAssembler]] = {}
 
-    def run(self, asks: Iterable[tuple[Key, Ask]]) -> Iterator[tuple[Key, Piece | Refusal]]:
+    def run(self, asks: Iterable[tuple[Key, Ask]]) -> Generator[tuple[Key, Piece | Refusal]]:
         """Yields the pieces of all asks as they come, each with its ask's key.
 
         Asks are taken one by one as places become free. An ask that can't be served yields its
-        refusal. Closing the iterator early ends what is still open.
+        refusal. Closing the iterator early ends what is still open. An exception out of a step
+        (Ctrl-C included) leaves the engine torn: throw it away.
         """
         waiting = iter(asks)
         messages: list[Inbound] = []
-        is_exhausted = False
+        is_exhausted = is_torn = False
         try:
             while True:
                 while not is_exhausted and len(self._open) < self._max_open:
@@ -59,14 +60,17 @@ class OfflineEngine(Generic[Key]):
                         yield entry[0], refusal
                 if is_exhausted and not self._open and not messages:
                     return
+                is_torn = True
                 outputs = self._loop.turn(messages, self._clock)
+                is_torn = False
                 messages = []
                 for output in outputs:
                     found = self._take(output, messages)
                     if found is not None:
                         yield found
         finally:
-            self._abandon()
+            if not is_torn:
+                self._abandon()
 
     def _submit(self, key: Key, ask: Ask, messages: list[Inbound]) -> Refusal | None:
         try:

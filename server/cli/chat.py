@@ -5,10 +5,13 @@ Owns the conversation and its display. Ctrl-C ends an answer, Ctrl-D the convers
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 from collections.abc import Callable, Generator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any, cast
 
 import typer
@@ -84,12 +87,31 @@ def offline_talker(config: EngineConfig, sampling: SamplingFlags) -> Talker:
 
     def answer(turns: Turns) -> Generator[str]:
         prompt = ChatPrompt(tuple(ChatMessage(role, content) for role, content in turns))
-        for _, piece in engine.run([(0, sampling.ask(prompt))]):
-            if isinstance(piece, EngineError):
-                raise piece
-            yield piece.text
+        asks = [(0, sampling.ask(prompt))]
+        with interrupts_held() as interrupted, closing(engine.run(asks)) as pieces:
+            for _, piece in pieces:
+                if isinstance(piece, EngineError):
+                    raise piece
+                yield piece.text
+                if interrupted.is_set():
+                    raise KeyboardInterrupt
 
     return answer
+
+
+@contextmanager
+def interrupts_held() -> Generator[threading.Event]:
+    """Ctrl-C sets the event and raises nothing: an engine must not stop in the middle of a step."""
+    interrupted = threading.Event()
+
+    def note(number: int, frame: FrameType | None) -> None:
+        interrupted.set()
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield interrupted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def server_talker(address: str, sampling: SamplingFlags) -> Talker:

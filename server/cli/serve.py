@@ -24,7 +24,7 @@ def serve(config: EngineConfig, options: ServerOptions) -> None:
         config = with_cache(config, display)
 
         def announce(line: str) -> None:
-            if line.startswith("ready"):
+            if line.startswith(("ready", "stopped")):
                 display.close()
             display.say(line)
 
