@@ -244,3 +244,19 @@ def test_admitted_requests_bring_their_assembler() -> None:
     admitted = intake().admit(Ask(TokenPrompt((1,))), 0.0)
     assert isinstance(admitted, Admitted)
     assert admitted.request.eos_ids == {EOS_ID}
+
+
+def test_leaving_at_a_stop_string_ends_the_request_at_once() -> None:
+    built = fake_engine()
+    intake = open_intake(cast(Any, built))
+    engine: OfflineEngine[int] = OfflineEngine(built.loop, intake, 4)
+    params = SamplingParams(max_tokens=400, seed=0, ignore_eos=True)
+    text = intake.tokenizer.decode(expected_tokens(Request(0, (9,), params, 0.0)))
+    stop = next(char for char in text if char.isascii() and char.isalpha())
+    ask = Ask(TokenPrompt((9,)), max_tokens=400, seed=0, stop=(stop,), ignore_eos=True)
+    answers = engine.run([(0, ask)])
+    assert any(cast(Any, piece).completion for _, piece in answers)  # stops at the last piece
+    steps = built.loop.status().steps
+    answers.close()
+    assert built.loop.status().steps <= steps + 2
+    assert built.loop.status().free_pages == built.loop.status().total_pages

@@ -100,7 +100,7 @@ class OfflineEngine(Generic[Key]):
 
     def _abandon(self) -> None:
         """Ends what is open and lets the loop run dry, so that every page is free again."""
-        ends = [End(request_id, LEFT) for request_id in self._open]
+        ends = [End(request_id, LEFT) for request_id in self._loop.live_ids]
         self._open.clear()
         self._loop.turn(ends, self._clock)
         while self._loop.has_work:
