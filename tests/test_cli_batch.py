@@ -180,3 +180,26 @@ def test_answers_wait_for_those_before_them(tmp_path: Path) -> None:
         assert [record["index"] for record in records(tmp_path / "out")] == [0, 1, 2]
     with pytest.raises(InvalidConfig, match="line 1"):
         OutputFile(tmp_path / "out", tmp_path / "in", "m")
+
+
+@pytest.mark.parametrize("content", [b'{"text": "precious"}', b"notes without an end", b"{"])
+def test_a_file_that_no_run_wrote_is_never_cut_off(tmp_path: Path, content: bytes) -> None:
+    write_input(tmp_path / "in.jsonl", 40)
+    out = tmp_path / "out.jsonl"
+    out.write_bytes(content)
+    result = run(tmp_path)
+    if content == b"{":  # may be the first byte of a run's own line
+        assert result.exit_code == 0
+        return
+    assert result.exit_code == 1
+    assert "option output must be" in result.stderr
+    assert out.read_bytes() == content
+
+
+def test_input_and_output_in_one_file_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "in.jsonl"
+    path.write_bytes(b'{"text": "the only line, without an end"}')
+    before = path.read_bytes()
+    words = ("batch", "--model", "fake", "--input", str(path), "--output", str(path))
+    assert CliRunner().invoke(app, words).exit_code == 1
+    assert path.read_bytes() == before
