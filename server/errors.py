@@ -18,7 +18,7 @@ from tpu_engine.step_thread import NotServing
 
 DETAILS_KEY = "grpc-status-details-bin"
 # Statuses travel as HTTP/2 headers, which peers limit to a few kilobytes.
-MAX_MESSAGE_CHARS = 500
+MAX_MESSAGE_BYTES = 500
 
 
 class NotReady(NotServing):
@@ -112,4 +112,7 @@ def _retry_info(seconds: float) -> error_details_pb2.RetryInfo:
 
 
 def _clipped(text: str) -> str:
-    return text if len(text) <= MAX_MESSAGE_CHARS else text[: MAX_MESSAGE_CHARS - 3] + "..."
+    data = text.encode(errors="backslashreplace")
+    if len(data) > MAX_MESSAGE_BYTES:
+        data = data[: MAX_MESSAGE_BYTES - 3] + b"..."
+    return data.decode(errors="ignore")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeAlias, cast
+from typing import TypeAlias, TypeVar, cast
 
 import grpc
 from google.protobuf.message import Message
@@ -28,7 +28,9 @@ from tpu_engine.request import Finish, FinishReason
 
 Context: TypeAlias = "grpc.aio.ServicerContext[bytes, Message]"
 
-# Tokenising more than this takes milliseconds: other streams go on meanwhile.
+Result = TypeVar("Result")
+
+# Reading and tokenising more than this takes milliseconds: other streams go on meanwhile.
 LONG_REQUEST_BYTES = 16 * 1024
 CLIENT_GONE = Finish(FinishReason.CANCELLED, detail="the client went away")
 CALL_DEADLINE = Finish(FinishReason.DEADLINE, detail="the deadline of the call")
@@ -81,10 +83,11 @@ class EngineService:
 
     async def _admit(self, data: bytes, limit_s: float | None) -> Admitted:
         intake, now = self._lifecycle.require_ready().intake, self._clock()
-        ask = ask_of(parse(pb.GenerateRequest, data))
-        if len(data) > LONG_REQUEST_BYTES:
-            return await asyncio.to_thread(intake.admit, ask, now, limit_s)
-        return intake.admit(ask, now, limit_s)
+
+        def admit() -> Admitted:
+            return intake.admit(ask_of(parse(pb.GenerateRequest, data)), now, limit_s)
+
+        return await _beside_long(data, admit)
 
     async def _stream(self, serving: Serving, admitted: Admitted, context: Context) -> Finish:
         request = admitted.request
@@ -110,9 +113,13 @@ class EngineService:
                 serving.steps.end(request.request_id, _why_cut(context))
 
     async def tokenize(self, data: bytes, context: Context) -> pb.TokenizeResponse:
-        request = parse(pb.TokenizeRequest, data)
-        ids = self._lifecycle.require_ready().intake.tokenize(prompt_of(request))
-        return pb.TokenizeResponse(token_ids=ids)
+        intake = self._lifecycle.require_ready().intake
+
+        def tokenize() -> pb.TokenizeResponse:
+            ids = intake.tokenize(prompt_of(parse(pb.TokenizeRequest, data)))
+            return pb.TokenizeResponse(token_ids=ids)
+
+        return await _beside_long(data, tokenize)
 
     async def get_model_info(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:
         parse(pb.GetModelInfoRequest, data)
@@ -138,6 +145,11 @@ class EngineService:
         if serving is not None and found:
             serving.steps.end(request_id, CANCEL_CALL)
         return pb.CancelResponse(found=found)
+
+
+async def _beside_long(data: bytes, work: Callable[[], Result]) -> Result:
+    """Does `work` on the request in `data`: in a thread where that takes long."""
+    return await asyncio.to_thread(work) if len(data) > LONG_REQUEST_BYTES else work()
 
 
 def _assemble(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
+import threading
 from typing import Any
 
 import grpc
@@ -158,3 +160,34 @@ async def test_long_values_in_refusals_are_clipped() -> None:
         error = await refusal(rig, chat_request(("x" * 5000, "hello")))
         assert len(str(error.details())) <= 500
         assert violation(error).field == "chat.messages[0].role"
+
+
+async def test_a_refusal_of_wide_characters_fits_into_headers() -> None:
+    async with running_server() as rig:
+        error = await refusal(rig, chat_request(("\U0001f600" * 500, "hello")))
+        assert violation(error).field == "chat.messages[0].role"
+        headers = dict(error.trailing_metadata() or ())
+        quoted = 3 * len(str(error.details()).encode())  # each byte is sent as %XX
+        assert quoted + 4 / 3 * len(headers["grpc-status-details-bin"]) < 4096
+
+
+async def test_a_long_request_is_read_and_tokenised_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_server() as rig:
+        tokenizer = rig.built.model.tokenizer
+        encode = type(tokenizer).encode
+        threads: list[str] = []
+
+        def watched(self: Any, text: str, add_special_tokens: bool = True) -> list[int]:
+            threads.append(threading.current_thread().name)
+            return encode(self, text, add_special_tokens)
+
+        monkeypatch.setattr(type(tokenizer), "encode", watched)
+        for text in ("short", "long " * 10_000):
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await rig.client.tokenize(pb.TokenizeRequest(text=text))
+            with contextlib.suppress(grpc.aio.AioRpcError):
+                await collect(rig.client.generate(pb.GenerateRequest(text=text, max_tokens=1)))
+        main = threading.main_thread().name
+        assert [name == main for name in threads] == [True, True, False, False]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -240,3 +242,22 @@ def test_a_pre_tokenizer_that_joins_digits_would_be_seen() -> None:
     assert [piece for piece, _ in words.pre_tokenize_str("a 12")] == ["a", "Ġ", "1", "2"]
     plain: Any = pre_tokenizers.ByteLevel(add_prefix_space=False)
     assert [piece for piece, _ in plain.pre_tokenize_str("a 12")] == ["a", "Ġ12"]
+
+
+def test_other_threads_run_while_a_long_text_is_encoded() -> None:
+    tokenizer = Tokenizer.from_json(tiny_model.tokenizer().to_str(), "tiny")
+    ticks: list[float] = []
+    done = threading.Event()
+
+    def tick() -> None:
+        while not done.wait(0.001):
+            ticks.append(time.monotonic())
+
+    ticker = threading.Thread(target=tick)
+    ticker.start()
+    start_s = time.monotonic()
+    tokenizer.encode("hello world, these are words " * 30_000)
+    end_s = time.monotonic()
+    done.set()
+    ticker.join()
+    assert sum(start_s < at < end_s for at in ticks) >= 5

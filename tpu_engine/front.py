@@ -133,8 +133,7 @@ class Intake:
             case TextPrompt(text):
                 field_name, ids = "text", self._encode("text", text, add_special_tokens=True)
             case TokenPrompt(given):
-                field_name = "token_ids"
-                ids = checks.token_ids(field_name, given, self.vocab_size)
+                field_name, ids = "token_ids", given
             case ChatPrompt(messages):
                 text = self._render(messages)
                 field_name, ids = "chat", self._encode("chat", text, add_special_tokens=False)
@@ -144,6 +143,8 @@ class Intake:
             limit = f"at most {self.max_model_len - 1} tokens long (max_model_len "
             limit += f"{self.max_model_len}, at least one of them for the output)"
             raise InvalidRequest(field_name, limit, f"{len(ids)} tokens")
+        if isinstance(prompt, TokenPrompt):
+            checks.token_ids(field_name, ids, self.vocab_size)
         return ids
 
     def _encode(self, name: str, text: str, *, add_special_tokens: bool) -> tuple[int, ...]:

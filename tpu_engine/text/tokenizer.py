@@ -76,7 +76,8 @@ class Tokenizer:
         except UnicodeEncodeError as error:
             given = text[error.start : error.start + 8]
             raise InvalidRequest("text", "valid Unicode without surrogates", given) from None
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # The library lets other threads run only while it encodes a batch; long texts take seconds.
+        return self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`; bytes that aren't UTF-8 become U+FFFD, one per malformed sequence.
