@@ -49,7 +49,8 @@ class CompileCache:
 
     `lower` traces and lowers the program of a shape for `devices` (the first one when None);
     `directory` None keeps everything in memory. A stored file that is damaged or that this
-    machine refuses is set aside, named in the record's `note` and rebuilt.
+    machine refuses is set aside, named in the record's `note` and rebuilt. A folder that can be
+    read but not written serves what it holds; what it lacks is compiled, and the note says so.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class CompileCache:
                 return ExecutableRecord(shape, "loaded", time.monotonic() - started)
         compiled = lowered.compile()
         if path is not None:
-            _store(path, compiled)
+            note = " ".join(filter(None, (note, _store(path, compiled))))
         self._executables[shape] = compiled
         return ExecutableRecord(shape, "compiled", time.monotonic() - started, note)
 
@@ -154,6 +155,8 @@ def _load(
         content = path.read_bytes()
     except FileNotFoundError:
         return None, ""
+    except OSError as error:
+        return None, f"{path.name}: can't be read: {error.strerror}"
     payload = content[_DIGEST_BYTES:]
     if hashlib.sha256(payload).digest() != content[:_DIGEST_BYTES]:
         return None, _set_aside(path, "checksum differs")
@@ -167,14 +170,28 @@ def _load(
 
 
 def _set_aside(path: Path, reason: str) -> str:
-    path.replace(path.with_suffix(".damaged"))
+    try:
+        path.replace(path.with_suffix(".damaged"))
+    except OSError as error:
+        return f"{path.name}: {reason}; rebuilt, can't be set aside: {error.strerror}"
     return f"{path.name}: {reason}; set aside and rebuilt"
 
 
-def _store(path: Path, compiled: jax.stages.Compiled) -> None:
-    """Writes under a temporary name, then renames: readers see a whole file or none."""
+def _store(path: Path, compiled: jax.stages.Compiled) -> str:
+    """Writes under a temporary name, then renames: readers see a whole file or none.
+
+    Returns "", or why the file could not be written.
+    """
     payload, _, _ = serialize_executable.serialize(compiled)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(hashlib.sha256(payload).digest())
-        file.write(payload)
-    os.replace(file.name, path)
+    temporary: Path | None = None
+    try:
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            temporary = Path(file.name)
+            file.write(hashlib.sha256(payload).digest())
+            file.write(payload)
+        temporary.replace(path)
+    except OSError as error:
+        if temporary is not None:
+            temporary.unlink(missing_ok=True)
+        return f"not stored: {error.strerror}"
+    return ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import tempfile
 from pathlib import Path
 
 import jax
@@ -92,3 +94,37 @@ def test_foreign_content_with_a_right_checksum_is_set_aside(tmp_path: Path) -> N
         path.write_bytes(hashlib.sha256(payload).digest() + payload)
     _, sources = build(tmp_path)
     assert sources == ["compiled", "compiled"]
+
+
+def test_a_folder_that_can_not_be_written_costs_no_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path)
+    first, second = sorted(tmp_path.glob("*.executable"))
+    second.write_bytes(b"damaged")
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", refuse)
+    monkeypatch.setattr(Path, "replace", refuse)
+    cache = CompileCache(lower, tmp_path)
+    records = list(cache.build(SHAPES))
+    assert sorted(record.source for record in records) == ["compiled", "loaded"]
+    note = "".join(record.note for record in records)
+    assert "can't be set aside: Read-only" in note
+    assert "not stored: Read-only" in note
+    assert [result(cache, shape) for shape in SHAPES] == [2.0, 3.0]
+    assert first.exists()
+
+
+def test_a_failed_write_leaves_no_file_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "replace", full)
+    records = list(CompileCache(lower, tmp_path).build(SHAPES))
+    assert {record.note for record in records} == {"not stored: No space left on device"}
+    assert list(tmp_path.iterdir()) == []

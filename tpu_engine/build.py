@@ -24,6 +24,7 @@ from kernels.attention.cache_layout import KV_HEAD_AXIS, kv_cache_shape
 from tpu_engine.config import EngineConfig
 from tpu_engine.derive import DeviceFacts, derive, plan_limits
 from tpu_engine.engine_loop import EngineLoop
+from tpu_engine.errors import InvalidConfig
 from tpu_engine.kv_pages import PagePool
 from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
@@ -75,6 +76,7 @@ def build_engine(
     large is allocated.
     """
     report = progress or _silent
+    directory = _cache_directory(config)
     model = open_model(config.model)
     family = family_of(model.config)
     specs = family.weight_specs(model.config)
@@ -95,7 +97,6 @@ def build_engine(
     )
     program = StepProgram(graph, mesh, config.page_size, "xla")
     state = new_state(config, model, mesh)
-    directory = Path(config.compile_cache) if config.compile_cache else None
     lower = partial(_lower, program, weights, state)
     executables = CompileCache(lower, directory, list(mesh.devices.flat))
     report(Progress("compile", 0, len(plan.shapes), "first shape"))
@@ -127,6 +128,19 @@ def new_loop(
     )
     scheduler = Scheduler(plan, limits, PagePool(config.num_pages))
     return EngineLoop(scheduler, runner, config.overlap, compile_count)
+
+
+def _cache_directory(config: EngineConfig) -> Path | None:
+    """The folder for compiled programs, made if need be; raises `InvalidConfig` if it can't be."""
+    if not config.compile_cache:
+        return None
+    directory = Path(config.compile_cache).expanduser()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        given = f"{directory} ({error.strerror})"
+        raise InvalidConfig("compile_cache", "a folder, there or to be made", given) from error
+    return directory
 
 
 def _abstract_model(
