@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -351,3 +353,14 @@ def test_every_reason_ends_every_state(reason: FinishReason):
         sequence.state = state
         sequence.finish(Finish(reason))
         assert sequence.state in TERMINAL_STATES
+
+
+def test_deadlines_of_ended_requests_are_forgotten() -> None:
+    engine = FakeEngine()
+    for i in range(1000):
+        engine.scheduler.add(replace(request(i), deadline_s=1e6), 0.0)
+        engine.scheduler.end(i, CANCEL, 0.0)
+    assert len(engine.scheduler._deadlines) < 100
+    late = replace(request(1000), deadline_s=5.0)
+    engine.scheduler.add(late, 0.0)
+    assert [o.request_id for o in engine.scheduler.expire(5.0)] == [1000]

@@ -130,7 +130,7 @@ class Scheduler:
         self._live[request.request_id] = sequence
         self._queue.add(sequence)
         if request.deadline_s is not None:
-            heapq.heappush(self._deadlines, (request.deadline_s, request.request_id))
+            self._note_deadline(request.deadline_s, request.request_id)
 
     def end(self, request_id: int, finish: Finish, now: float) -> list[RequestOutput]:
         """Ends a request wherever it is; `[]` for an id that is unknown or has ended.
@@ -149,6 +149,13 @@ class Scheduler:
             _, request_id = heapq.heappop(self._deadlines)
             outputs += self.end(request_id, Finish(FinishReason.DEADLINE), now)
         return outputs
+
+    def _note_deadline(self, deadline_s: float, request_id: int) -> None:
+        """Remembers a deadline; those of ended requests never pile up."""
+        if len(self._deadlines) > 2 * len(self._live) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._live]
+            heapq.heapify(self._deadlines)
+        heapq.heappush(self._deadlines, (deadline_s, request_id))
 
     # --- one scheduling round ----------------------------------------------------------------
 
