@@ -123,6 +123,8 @@ def test_the_command_line_overrides_the_file_and_the_file_the_defaults(tmp_path:
         ("model: x\nmax_num_seqs: 0", "option max_num_seqs must be at least 1, got 0"),
         ("model: x\npage_size: 17", "option page_size must be one of 8"),
         ("model: [", "valid YAML or TOML"),
+        ("model: 2024-13-45", "valid YAML or TOML"),
+        ("model: x\nmax_model_len: 1", "option max_model_len must be at least 2"),
         ("- model", "a table of options"),
         ("port: 1", "option model must be given: use --model or a --config file"),
     ],
@@ -305,3 +307,30 @@ def test_a_cache_that_can_not_be_written_is_said_and_not_used(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert with_cache(EngineConfig("m"), StartupDisplay()).compile_cache is None
     assert "can't be written" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("max-tokens", "99999999999999999999"),
+        ("temperature", "nan"),
+        ("top-p", "2"),
+        ("min-p", "inf"),
+        ("top-k", "-1"),
+        ("seed", "4294967296"),
+    ],
+)
+def test_wrong_sampling_flags_are_refused_before_anything_is_built(
+    monkeypatch: pytest.MonkeyPatch, flag: str, value: str
+) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("the engine was built")
+
+    monkeypatch.setattr(front_engine, "build_real_engine", never)
+    for words in (
+        ("generate", "--model", "fake", "--prompt", "x"),
+        ("chat", "--server", "[::1]:1"),
+    ):
+        result = invoke(*words, f"--{flag}", value, stdin="hi\n")
+        assert result.exit_code == 1
+        assert result.stderr.startswith(f"error: {flag.replace('-', '_')} must be ")

@@ -61,7 +61,10 @@ class EngineConfig:
             raise InvalidConfig("page_size", "one of 8, 16, 32, 64, 128, 256", self.page_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "tensor_parallel"):
             _at_least_one(name, getattr(self, name))
-        for name in ("num_pages", "max_model_len", "max_chunk"):
+        if self.max_model_len is not None and self.max_model_len < 2:
+            limit = "at least 2 (one token of prompt, one of output)"
+            raise InvalidConfig("max_model_len", limit, self.max_model_len)
+        for name in ("num_pages", "max_chunk"):
             if getattr(self, name) is not None:
                 _at_least_one(name, getattr(self, name))
         if self.max_num_seqs > self.max_num_batched_tokens:

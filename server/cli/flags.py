@@ -94,7 +94,7 @@ def read_file(path: Path) -> dict[str, Any]:
         content: Any = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except OSError as error:
         raise InvalidConfig("config", "a readable file", f"{path} ({error.strerror})") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError, yaml.YAMLError) as error:
+    except (ValueError, yaml.YAMLError) as error:  # both parsers raise plain ones for bad dates
         line = " ".join(str(error).split())
         raise InvalidConfig("config", "valid YAML or TOML", f"{path} ({line})") from error
     if content is None:

@@ -1,6 +1,7 @@
 """Sampling flags of the commands that generate, and their way into an `Ask`.
 
-Owns the flag names; the limits are the front's.
+Owns the flag names; the limits are the front's. What is wrong whatever the model is refused
+before an engine is built.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from server.proto.tpu_engine.v1 import engine_pb2 as pb
+from tpu_engine import front_checks as checks
 
 if TYPE_CHECKING:
     from tpu_engine.front import Ask, Prompt
+
+MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,21 @@ class SamplingFlags:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        for name, largest in (
+            ("max_tokens", MAX_INT64),
+            ("top_k", MAX_INT64),
+            ("seed", checks.MAX_SEED),
+        ):
+            value = getattr(self, name)
+            if value is not None:
+                checks.integer(name, value, largest)
+        for name in ("temperature", "top_p", "min_p"):
+            value = getattr(self, name)
+            if value is not None:
+                getattr(checks, name)(value)
+        checks.stop_strings(self.stop)
 
     def ask(self, prompt: Prompt) -> Ask:
         """The request for the offline engine."""
