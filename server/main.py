@@ -48,6 +48,9 @@ GRPC_OPTIONS = (
     # Clients and routers may ping idle connections; that is no reason to drop them.
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    # A client that vanished without a word must not hold its stream and its place for hours.
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 20_000),
 )
 
 
@@ -89,7 +92,8 @@ class Server:
         try:
             port = self._grpc.add_insecure_port(self._options.address)
         except RuntimeError as error:
-            raise InvalidConfig("port", "free on this machine", self._options.address) from error
+            limit = "free on this machine, and host one of its addresses"
+            raise InvalidConfig("port", limit, self._options.address) from error
         await self._grpc.start()
         return port
 
