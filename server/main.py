@@ -51,6 +51,7 @@ GRPC_OPTIONS = (
     # A client that vanished without a word must not hold its stream and its place for hours.
     ("grpc.keepalive_time_ms", 60_000),
     ("grpc.keepalive_timeout_ms", 20_000),
+    ("grpc.http2.ping_timeout_ms", 20_000),  # the one that ends the connection
 )
 
 

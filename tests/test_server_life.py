@@ -15,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from server import main
 from server.client import EngineClient
 from server.main import Server, serve
 from server.options import ServerOptions
@@ -235,3 +236,36 @@ async def test_a_second_signal_stops_at_once() -> None:
         os.kill(child.pid, signal.SIGTERM)
         assert await asyncio.wait_for(child.wait(), 5) == 128 + signal.SIGTERM
         call.cancel()
+
+
+SILENT_CLIENT = """
+import asyncio, sys
+from server.client import EngineClient
+from tests.server_rig import ids_request
+async def main():
+    async with EngineClient(sys.argv[1]) as client:
+        async for _ in client.generate(ids_request([1], max_tokens=500, ignore_eos=True)):
+            print("got", flush=True)
+asyncio.run(main())
+"""
+
+
+async def test_a_client_that_vanished_without_a_word_loses_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    quick = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 500}
+    options = tuple((name, quick.get(name, value)) for name, value in main.GRPC_OPTIONS)
+    monkeypatch.setattr(main, "GRPC_OPTIONS", options)
+    async with running_server(step_s=0.05) as rig:
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", SILENT_CLIENT, rig.address, stdout=asyncio.subprocess.PIPE
+        )
+        assert child.stdout is not None
+        await child.stdout.readline()
+        os.kill(child.pid, signal.SIGSTOP)  # its kernel goes on, its gRPC doesn't
+        try:
+            async with asyncio.timeout(10):  # the whole answer would take 25 s
+                await rig.wait_idle()
+        finally:
+            child.kill()
+            await child.wait()
