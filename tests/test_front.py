@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from datetime import datetime
 from typing import Any, cast
@@ -17,7 +18,7 @@ from tpu_engine.front_offline import OfflineEngine
 from tpu_engine.front_output import Completion, OutputAssembler, Piece
 from tpu_engine.messages import RequestOutput
 from tpu_engine.request import Finish, FinishReason, Request, SamplingParams
-from tpu_engine.step_plan import InFlight
+from tpu_engine.step_plan import InFlight, StepResult
 from tpu_engine.text.chat_template import ChatTemplate
 from tpu_engine.weights.open_model import GenerationDefaults
 
@@ -229,11 +230,12 @@ def test_an_interrupt_inside_a_step_comes_out_as_it_is(monkeypatch: pytest.Monke
     answers = engine.run([(0, Ask(TokenPrompt((1,)), max_tokens=400, ignore_eos=True))])
     for _ in range(5):
         next(answers)
-    collect = built.runner.collect
+    collect, num_steps = built.runner.collect, itertools.count()
 
-    def interrupted(handle: InFlight) -> None:
-        collect(handle)
-        raise KeyboardInterrupt
+    def interrupted(handle: InFlight) -> StepResult:
+        if next(num_steps) == 0:
+            raise KeyboardInterrupt
+        return collect(handle)
 
     monkeypatch.setattr(built.runner, "collect", interrupted)
     with pytest.raises(KeyboardInterrupt):

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from tpu_engine.models.weights_spec import WeightSpec
@@ -63,7 +64,7 @@ def output_axes(spec: WeightSpec) -> WeightSpec:
 
 
 def matmul_transposed(
-    x: Float[Array, "T I"], w: Float[Array, "O I"], dtype: jnp.dtype | type
+    x: Float[Array, "T I"], w: Float[Array, "O I"], dtype: DTypeLike
 ) -> Float[Array, "T O"]:
     """`x w^T` accumulated and returned in `dtype`."""
     return jax.lax.dot_general(x, w, (((1,), (1,)), ((), ())), preferred_element_type=dtype)
