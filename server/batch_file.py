@@ -35,7 +35,6 @@ OPTION_TYPES: dict[str, tuple[type, ...]] = {
     "include_stop_in_output": (bool,),
     "logprobs": (bool,),
     "deadline_s": (int, float),
-    "label": (str,),
 }
 
 

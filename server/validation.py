@@ -60,7 +60,6 @@ def ask_of(request: pb.GenerateRequest) -> Ask:
         include_stop_in_output=request.include_stop_in_output,
         logprobs=request.logprobs,
         deadline_s=optional("deadline_s"),
-        label=request.label,
     )
 
 

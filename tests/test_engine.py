@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from tests.engine_rig import PAGES_PER_SEQ, PLANS, Rig, make_rig, prompts, requests, serve
 from tpu_engine.errors import InvalidConfig, InvalidModel
@@ -139,6 +144,23 @@ def test_int8_weights_are_the_same_in_any_bucket(rig: Rig) -> None:
     batch = requests(prompts(), GREEDY)
     usual = serve(rig.build("one shape", quantize="int8"), batch)
     assert serve(rig.build("two shapes", quantize="int8"), batch) == usual
+
+
+def test_padding_rows_of_an_embedding_are_never_sampled(rig: Rig, tmp_path: Path) -> None:
+    """A head padded past the tokenizer, with rows that would win every time."""
+    pad, tensors = 64, load_file(rig.model_dir / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        rows = np.full((pad, tensors[name].shape[1]), 3.0, np.float32)
+        tensors[name] = np.concatenate([tensors[name], rows, -rows])
+    shutil.copytree(rig.model_dir, tmp_path / "padded")
+    save_file(tensors, tmp_path / "padded" / "model.safetensors")
+    config = json.loads((rig.model_dir / "config.json").read_text())
+    config["vocab_size"] += 2 * pad
+    (tmp_path / "padded" / "config.json").write_text(json.dumps(config))
+    padded = replace(rig, model_dir=tmp_path / "padded").build("one shape")
+    for params in (GREEDY, SEEDED):
+        batch = requests(prompts(), params)
+        assert serve(padded, batch) == serve(rig.build("one shape"), batch)
 
 
 def test_what_cannot_be_served_is_refused_before_loading(rig: Rig) -> None:

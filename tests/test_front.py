@@ -73,7 +73,6 @@ def test_lone_surrogates_are_refused_wherever_text_is() -> None:
         "text": Ask(TextPrompt("a\ud800")),
         "chat.messages[0].content": Ask(ChatPrompt((ChatMessage("user", "\udfff"),))),
         "stop[0]": Ask(TextPrompt("a"), stop=("\ud800",)),
-        "label": Ask(TextPrompt("a"), label="\ud800"),
     }
     for field, ask in asks.items():
         with pytest.raises(InvalidRequest) as caught:

@@ -67,7 +67,6 @@ BAD: list[tuple[str, str, pb.GenerateRequest]] = [
     ("deadline_s", "got 0.0", text_request(deadline_s=0)),
     ("deadline_s", "got nan", text_request(deadline_s=math.nan)),
     ("deadline_s", "got -1.0", text_request(deadline_s=-1)),
-    ("label", "at most 256", text_request(label="x" * 257)),
 ]
 
 

@@ -56,7 +56,7 @@ cache = jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16, sharding=NamedSharding(m
 state = StepState(cache, jax.ShapeDtypeStruct((8,), jnp.int32, sharding=everywhere))
 shape = StepShape(32, 8, 64, 8)
 buffer = jax.ShapeDtypeStruct((InputLayout.of(shape).size,), jnp.int32, sharding=everywhere)
-program = StepProgram(graph, mesh, 16, "xla")
+program = StepProgram(graph, mesh, 16, "xla", config.vocab_size)
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
     lowered = program.function(shape).lower(weights, state, buffer)
 memory = lowered.compile().memory_analysis()

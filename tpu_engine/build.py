@@ -95,7 +95,7 @@ def build_engine(
         mesh,
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
-    program = StepProgram(graph, mesh, config.page_size, "xla")
+    program = StepProgram(graph, mesh, config.page_size, "xla", model.tokenizer.vocab_size)
     state = new_state(config, model, mesh)
     lower = partial(_lower, program, weights, state)
     executables = CompileCache(lower, directory, list(mesh.devices.flat))

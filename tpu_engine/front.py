@@ -74,7 +74,6 @@ class Ask:
     include_stop_in_output: bool = False
     logprobs: bool = False
     deadline_s: float | None = None
-    label: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +113,6 @@ class Intake:
             (limit for limit in (checks.deadline(ask.deadline_s), limit_s) if limit is not None),
             default=None,
         )
-        label = checks.label(ask.label)
         prompt_ids = self.tokenize(ask.prompt)
         request = Request(
             request_id=next(self._ids),
@@ -122,7 +120,6 @@ class Intake:
             params=self._params(ask, len(prompt_ids)),
             arrival_s=now,
             deadline_s=None if deadline_s is None else now + deadline_s,
-            label=label,
             eos_ids=self.eos_ids,
         )
         return Admitted(request, OutputAssembler(request, self.tokenizer, ask.logprobs))

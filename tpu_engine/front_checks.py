@@ -17,7 +17,6 @@ MAX_SEED = 2**32 - 1
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 64
-MAX_LABEL_CHARS = 256
 MAX_DEADLINE_S = 30 * 24 * 3600.0
 
 
@@ -71,15 +70,6 @@ def deadline(value: float | None) -> float | None:
     if not (math.isfinite(value) and 0 < value <= MAX_DEADLINE_S):
         raise InvalidRequest("deadline_s", f"above 0 and at most {MAX_DEADLINE_S:g} s", value)
     return value
-
-
-def label(value: str) -> str:
-    """Short, valid text."""
-    if len(value) > MAX_LABEL_CHARS:
-        raise InvalidRequest(
-            "label", f"at most {MAX_LABEL_CHARS} characters", f"{len(value)} characters"
-        )
-    return unicode("label", value)
 
 
 def stop_strings(values: Sequence[str]) -> tuple[str, ...]:

@@ -35,7 +35,7 @@ def open_intake(built: BuiltEngine) -> Intake:
     return Intake(
         tokenizer=model.tokenizer,
         chat_template=model.chat_template,
-        vocab_size=model.config.vocab_size,
+        vocab_size=model.tokenizer.vocab_size,
         max_model_len=max_model_len,
         eos_ids=model.config.eos_ids,
         draw_seed=lambda: secrets.randbits(32),

@@ -97,9 +97,8 @@ class SamplingParams:
 class Request:
     """One validated request: token ids in, at most `params.max_tokens` token ids out.
 
-    `request_id` is ours, unique per attempt in this process; `label` is the client's own id and
-    only ever printed. `arrival_s` and `deadline_s` are on the engine's clock (seconds);
-    `deadline_s` None means no deadline.
+    `request_id` is ours, unique per attempt in this process. `arrival_s` and `deadline_s` are on
+    the engine's clock (seconds); `deadline_s` None means no deadline.
     """
 
     request_id: int
@@ -107,5 +106,4 @@ class Request:
     params: SamplingParams
     arrival_s: float
     deadline_s: float | None = None
-    label: str = ""
     eos_ids: frozenset[int] = field(default_factory=frozenset[int])

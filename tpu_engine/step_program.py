@@ -42,12 +42,14 @@ class StepProgram:
     Attributes:
         graph: the model's static half (`nnx.split`); weights are an argument of the step.
         backend: the attention backend.
+        num_token_ids: ids that may be sampled; a padded embedding has more rows than that.
     """
 
     graph: nnx.GraphDef
     mesh: Mesh
     page_size: int
     backend: Backend
+    num_token_ids: int
 
     def function(self, shape: StepShape) -> Callable[..., tuple[StepState, Int[Array, "3 R"]]]:
         """The jitted step `(weights, state, buffer) -> (state, results)`; `state` is donated.
@@ -77,7 +79,7 @@ class StepProgram:
 
         model = nnx.merge(self.graph, weights)
         hidden, cache = model(token_ids, work.places.positions, cache, attend)
-        logits = model.logits(hidden[field["logit_rows"]])
+        logits = model.logits(hidden[field["logit_rows"]])[:, : self.num_token_ids]
         sampled = sample(logits, SamplingRows(*(field[name] for name in SamplingRows._fields)))
         last_tokens = last_tokens.at[field["target_slots"]].set(sampled.token_ids, mode="drop")
         bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)

@@ -24,17 +24,17 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'server/proto/tpu_engine/v1/engine.proto\x12\rtpu_engine.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"4\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.tpu_engine.v1.ChatMessage\"\xbe\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x17.tpu_engine.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.tpu_engine.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x07\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\r \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x08H\t\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x0f \x01(\x01H\n\x88\x01\x01\x12\x12\n\x05label\x18\x10 \x01(\tH\x0b\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x19\n\x17_include_stop_in_outputB\x0b\n\t_logprobsB\r\n\x0b_deadline_sB\x08\n\x06_label\"\x9a\x01\n\x10GenerateResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.tpu_engine.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.tpu_engine.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.tpu_engine.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x03\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04seed\x18\x04 \x01(\x03\":\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x10\n\x08logprobs\x18\x03 \x03(\x01\"\xdf\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.tpu_engine.v1.FinishReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x17\n\rstop_token_id\x18\x03 \x01(\x03H\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.tpu_engine.v1.Usage\x12\'\n\x07timings\x18\x06 \x01(\x0b\x32\x16.tpu_engine.v1.Timings\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x42\n\n\x08\x65vidence\"=\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x03\"Z\n\x07Timings\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05\x65\x32\x65_s\x18\x03 \x01(\x01\x42\n\n\x08_queue_sB\t\n\x07_ttft_s\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.tpu_engine.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"\x15\n\x13GetModelInfoRequest\"q\n\tStepShape\x12\x12\n\nnum_tokens\x18\x01 \x01(\x03\x12\x10\n\x08num_seqs\x18\x02 \x01(\x03\x12\x15\n\rpages_per_seq\x18\x03 \x01(\x03\x12\x16\n\x0enum_logit_rows\x18\x04 \x01(\x03\x12\x0f\n\x07variant\x18\x05 \x01(\t\"i\n\x10SamplingDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x03\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x13\n\x0bnot_applied\x18\x05 \x03(\t\"\xc4\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x03\x12\x0f\n\x07\x65os_ids\x18\x03 \x03(\x03\x12\x15\n\rsupports_chat\x18\x04 \x01(\x08\x12\x15\n\rmax_model_len\x18\x05 \x01(\x03\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\x03\x12\x13\n\x0bmax_waiting\x18\x08 \x01(\x03\x12\x11\n\tpage_size\x18\t \x01(\x03\x12\x31\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x1f.tpu_engine.v1.SamplingDefaults\x12(\n\x06shapes\x18\x0b \x03(\x0b\x32\x18.tpu_engine.v1.StepShape\x12\x0f\n\x07version\x18\x0c \x01(\t\"\x18\n\x16GetServerStatusRequest\"F\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\xf1\x02\n\x17GetServerStatusResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.tpu_engine.v1.ServerState\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12)\n\x08progress\x18\x04 \x01(\x0b\x32\x17.tpu_engine.v1.Progress\x12\x14\n\x0copen_streams\x18\x05 \x01(\x03\x12\x0f\n\x07running\x18\x06 \x01(\x03\x12\x0f\n\x07waiting\x18\x07 \x01(\x03\x12\x12\n\nfree_pages\x18\x08 \x01(\x03\x12\x13\n\x0btotal_pages\x18\t \x01(\x03\x12\x15\n\rcompile_count\x18\n \x01(\x03\x12\r\n\x05steps\x18\x0b \x01(\x03\x12\x15\n\ruseful_tokens\x18\x0c \x01(\x03\x12\x17\n\x0f\x65xecuted_tokens\x18\r \x01(\x03\x12\x11\n\twatermark\x18\x0e \x01(\t\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x03\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xe8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x1a\n\x16\x46INISH_REASON_OVERLOAD\x10\x05\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*\x92\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\xa6\x03\n\x06\x45ngine\x12M\n\x08Generate\x12\x1e.tpu_engine.v1.GenerateRequest\x1a\x1f.tpu_engine.v1.GenerateResponse0\x01\x12K\n\x08Tokenize\x12\x1e.tpu_engine.v1.TokenizeRequest\x1a\x1f.tpu_engine.v1.TokenizeResponse\x12W\n\x0cGetModelInfo\x12\".tpu_engine.v1.GetModelInfoRequest\x1a#.tpu_engine.v1.GetModelInfoResponse\x12`\n\x0fGetServerStatus\x12%.tpu_engine.v1.GetServerStatusRequest\x1a&.tpu_engine.v1.GetServerStatusResponse\x12\x45\n\x06\x43\x61ncel\x12\x1c.tpu_engine.v1.CancelRequest\x1a\x1d.tpu_engine.v1.CancelResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\'server/proto/tpu_engine/v1/engine.proto\x12\rtpu_engine.v1\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\x03\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"4\n\x04\x43hat\x12,\n\x08messages\x18\x01 \x03(\x0b\x32\x1a.tpu_engine.v1.ChatMessage\"\xa0\x04\n\x0fGenerateRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12,\n\ttoken_ids\x18\x02 \x01(\x0b\x32\x17.tpu_engine.v1.TokenIdsH\x00\x12#\n\x04\x63hat\x18\x03 \x01(\x0b\x32\x13.tpu_engine.v1.ChatH\x00\x12\x17\n\nmax_tokens\x18\x04 \x01(\x03H\x01\x88\x01\x01\x12\x18\n\x0btemperature\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05top_k\x18\x06 \x01(\x03H\x03\x88\x01\x01\x12\x12\n\x05top_p\x18\x07 \x01(\x01H\x04\x88\x01\x01\x12\x12\n\x05min_p\x18\x08 \x01(\x01H\x05\x88\x01\x01\x12\x11\n\x04seed\x18\t \x01(\x03H\x06\x88\x01\x01\x12\x0c\n\x04stop\x18\n \x03(\t\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\x03\x12\x17\n\nignore_eos\x18\x0c \x01(\x08H\x07\x88\x01\x01\x12#\n\x16include_stop_in_output\x18\r \x01(\x08H\x08\x88\x01\x01\x12\x15\n\x08logprobs\x18\x0e \x01(\x08H\t\x88\x01\x01\x12\x17\n\ndeadline_s\x18\x0f \x01(\x01H\n\x88\x01\x01\x42\x08\n\x06promptB\r\n\x0b_max_tokensB\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\r\n\x0b_ignore_eosB\x19\n\x17_include_stop_in_outputB\x0b\n\t_logprobsB\r\n\x0b_deadline_s\"\x9a\x01\n\x10GenerateResponse\x12)\n\x07started\x18\x01 \x01(\x0b\x32\x16.tpu_engine.v1.StartedH\x00\x12%\n\x05\x64\x65lta\x18\x02 \x01(\x0b\x32\x14.tpu_engine.v1.DeltaH\x00\x12+\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x17.tpu_engine.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"Z\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\x12\x19\n\x11num_prompt_tokens\x18\x02 \x01(\x03\x12\x12\n\nmax_tokens\x18\x03 \x01(\x03\x12\x0c\n\x04seed\x18\x04 \x01(\x03\":\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x03\x12\x10\n\x08logprobs\x18\x03 \x03(\x01\"\xdf\x01\n\x08\x46inished\x12+\n\x06reason\x18\x01 \x01(\x0e\x32\x1b.tpu_engine.v1.FinishReason\x12\x0e\n\x06\x64\x65tail\x18\x02 \x01(\t\x12\x17\n\rstop_token_id\x18\x03 \x01(\x03H\x00\x12\x15\n\x0bstop_string\x18\x04 \x01(\tH\x00\x12#\n\x05usage\x18\x05 \x01(\x0b\x32\x14.tpu_engine.v1.Usage\x12\'\n\x07timings\x18\x06 \x01(\x0b\x32\x16.tpu_engine.v1.Timings\x12\x0c\n\x04seed\x18\x07 \x01(\x03\x42\n\n\x08\x65vidence\"=\n\x05Usage\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\x03\x12\x19\n\x11num_output_tokens\x18\x02 \x01(\x03\"Z\n\x07Timings\x12\x14\n\x07queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x06ttft_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05\x65\x32\x65_s\x18\x03 \x01(\x01\x42\n\n\x08_queue_sB\t\n\x07_ttft_s\"P\n\x0fTokenizeRequest\x12\x0e\n\x04text\x18\x01 \x01(\tH\x00\x12#\n\x04\x63hat\x18\x02 \x01(\x0b\x32\x13.tpu_engine.v1.ChatH\x00\x42\x08\n\x06prompt\"%\n\x10TokenizeResponse\x12\x11\n\ttoken_ids\x18\x01 \x03(\x03\"\x15\n\x13GetModelInfoRequest\"q\n\tStepShape\x12\x12\n\nnum_tokens\x18\x01 \x01(\x03\x12\x10\n\x08num_seqs\x18\x02 \x01(\x03\x12\x15\n\rpages_per_seq\x18\x03 \x01(\x03\x12\x16\n\x0enum_logit_rows\x18\x04 \x01(\x03\x12\x0f\n\x07variant\x18\x05 \x01(\t\"i\n\x10SamplingDefaults\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\x03\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x13\n\x0bnot_applied\x18\x05 \x03(\t\"\xc4\x02\n\x14GetModelInfoResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\x03\x12\x0f\n\x07\x65os_ids\x18\x03 \x03(\x03\x12\x15\n\rsupports_chat\x18\x04 \x01(\x08\x12\x15\n\rmax_model_len\x18\x05 \x01(\x03\x12\x14\n\x0cmax_num_seqs\x18\x06 \x01(\x03\x12\x1e\n\x16max_num_batched_tokens\x18\x07 \x01(\x03\x12\x13\n\x0bmax_waiting\x18\x08 \x01(\x03\x12\x11\n\tpage_size\x18\t \x01(\x03\x12\x31\n\x08\x64\x65\x66\x61ults\x18\n \x01(\x0b\x32\x1f.tpu_engine.v1.SamplingDefaults\x12(\n\x06shapes\x18\x0b \x03(\x0b\x32\x18.tpu_engine.v1.StepShape\x12\x0f\n\x07version\x18\x0c \x01(\t\"\x18\n\x16GetServerStatusRequest\"F\n\x08Progress\x12\r\n\x05phase\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x03\x12\r\n\x05total\x18\x03 \x01(\x03\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\"\xf1\x02\n\x17GetServerStatusResponse\x12)\n\x05state\x18\x01 \x01(\x0e\x32\x1a.tpu_engine.v1.ServerState\x12\x0f\n\x07version\x18\x02 \x01(\t\x12\x10\n\x08uptime_s\x18\x03 \x01(\x01\x12)\n\x08progress\x18\x04 \x01(\x0b\x32\x17.tpu_engine.v1.Progress\x12\x14\n\x0copen_streams\x18\x05 \x01(\x03\x12\x0f\n\x07running\x18\x06 \x01(\x03\x12\x0f\n\x07waiting\x18\x07 \x01(\x03\x12\x12\n\nfree_pages\x18\x08 \x01(\x03\x12\x13\n\x0btotal_pages\x18\t \x01(\x03\x12\x15\n\rcompile_count\x18\n \x01(\x03\x12\r\n\x05steps\x18\x0b \x01(\x03\x12\x15\n\ruseful_tokens\x18\x0c \x01(\x03\x12\x17\n\x0f\x65xecuted_tokens\x18\r \x01(\x03\x12\x11\n\twatermark\x18\x0e \x01(\t\x12\x13\n\x0bpreemptions\x18\x0f \x01(\x03\"#\n\rCancelRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\x03\"\x1f\n\x0e\x43\x61ncelResponse\x12\r\n\x05\x66ound\x18\x01 \x01(\x08*\xe8\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x03\x12\x1a\n\x16\x46INISH_REASON_DEADLINE\x10\x04\x12\x1a\n\x16\x46INISH_REASON_OVERLOAD\x10\x05\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x06\x12\x17\n\x13\x46INISH_REASON_ERROR\x10\x07*\x92\x01\n\x0bServerState\x12\x1c\n\x18SERVER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15SERVER_STATE_STARTING\x10\x01\x12\x16\n\x12SERVER_STATE_READY\x10\x02\x12\x19\n\x15SERVER_STATE_DRAINING\x10\x03\x12\x17\n\x13SERVER_STATE_FAILED\x10\x04\x32\xa6\x03\n\x06\x45ngine\x12M\n\x08Generate\x12\x1e.tpu_engine.v1.GenerateRequest\x1a\x1f.tpu_engine.v1.GenerateResponse0\x01\x12K\n\x08Tokenize\x12\x1e.tpu_engine.v1.TokenizeRequest\x1a\x1f.tpu_engine.v1.TokenizeResponse\x12W\n\x0cGetModelInfo\x12\".tpu_engine.v1.GetModelInfoRequest\x1a#.tpu_engine.v1.GetModelInfoResponse\x12`\n\x0fGetServerStatus\x12%.tpu_engine.v1.GetServerStatusRequest\x1a&.tpu_engine.v1.GetServerStatusResponse\x12\x45\n\x06\x43\x61ncel\x12\x1c.tpu_engine.v1.CancelRequest\x1a\x1d.tpu_engine.v1.CancelResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'server.proto.tpu_engine.v1.engine_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2684
-  _globals['_FINISHREASON']._serialized_end=2916
-  _globals['_SERVERSTATE']._serialized_start=2919
-  _globals['_SERVERSTATE']._serialized_end=3065
+  _globals['_FINISHREASON']._serialized_start=2654
+  _globals['_FINISHREASON']._serialized_end=2886
+  _globals['_SERVERSTATE']._serialized_start=2889
+  _globals['_SERVERSTATE']._serialized_end=3035
   _globals['_TOKENIDS']._serialized_start=58
   _globals['_TOKENIDS']._serialized_end=81
   _globals['_CHATMESSAGE']._serialized_start=83
@@ -42,41 +42,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAT']._serialized_start=129
   _globals['_CHAT']._serialized_end=181
   _globals['_GENERATEREQUEST']._serialized_start=184
-  _globals['_GENERATEREQUEST']._serialized_end=758
-  _globals['_GENERATERESPONSE']._serialized_start=761
-  _globals['_GENERATERESPONSE']._serialized_end=915
-  _globals['_STARTED']._serialized_start=917
-  _globals['_STARTED']._serialized_end=1007
-  _globals['_DELTA']._serialized_start=1009
-  _globals['_DELTA']._serialized_end=1067
-  _globals['_FINISHED']._serialized_start=1070
-  _globals['_FINISHED']._serialized_end=1293
-  _globals['_USAGE']._serialized_start=1295
-  _globals['_USAGE']._serialized_end=1356
-  _globals['_TIMINGS']._serialized_start=1358
-  _globals['_TIMINGS']._serialized_end=1448
-  _globals['_TOKENIZEREQUEST']._serialized_start=1450
-  _globals['_TOKENIZEREQUEST']._serialized_end=1530
-  _globals['_TOKENIZERESPONSE']._serialized_start=1532
-  _globals['_TOKENIZERESPONSE']._serialized_end=1569
-  _globals['_GETMODELINFOREQUEST']._serialized_start=1571
-  _globals['_GETMODELINFOREQUEST']._serialized_end=1592
-  _globals['_STEPSHAPE']._serialized_start=1594
-  _globals['_STEPSHAPE']._serialized_end=1707
-  _globals['_SAMPLINGDEFAULTS']._serialized_start=1709
-  _globals['_SAMPLINGDEFAULTS']._serialized_end=1814
-  _globals['_GETMODELINFORESPONSE']._serialized_start=1817
-  _globals['_GETMODELINFORESPONSE']._serialized_end=2141
-  _globals['_GETSERVERSTATUSREQUEST']._serialized_start=2143
-  _globals['_GETSERVERSTATUSREQUEST']._serialized_end=2167
-  _globals['_PROGRESS']._serialized_start=2169
-  _globals['_PROGRESS']._serialized_end=2239
-  _globals['_GETSERVERSTATUSRESPONSE']._serialized_start=2242
-  _globals['_GETSERVERSTATUSRESPONSE']._serialized_end=2611
-  _globals['_CANCELREQUEST']._serialized_start=2613
-  _globals['_CANCELREQUEST']._serialized_end=2648
-  _globals['_CANCELRESPONSE']._serialized_start=2650
-  _globals['_CANCELRESPONSE']._serialized_end=2681
-  _globals['_ENGINE']._serialized_start=3068
-  _globals['_ENGINE']._serialized_end=3490
+  _globals['_GENERATEREQUEST']._serialized_end=728
+  _globals['_GENERATERESPONSE']._serialized_start=731
+  _globals['_GENERATERESPONSE']._serialized_end=885
+  _globals['_STARTED']._serialized_start=887
+  _globals['_STARTED']._serialized_end=977
+  _globals['_DELTA']._serialized_start=979
+  _globals['_DELTA']._serialized_end=1037
+  _globals['_FINISHED']._serialized_start=1040
+  _globals['_FINISHED']._serialized_end=1263
+  _globals['_USAGE']._serialized_start=1265
+  _globals['_USAGE']._serialized_end=1326
+  _globals['_TIMINGS']._serialized_start=1328
+  _globals['_TIMINGS']._serialized_end=1418
+  _globals['_TOKENIZEREQUEST']._serialized_start=1420
+  _globals['_TOKENIZEREQUEST']._serialized_end=1500
+  _globals['_TOKENIZERESPONSE']._serialized_start=1502
+  _globals['_TOKENIZERESPONSE']._serialized_end=1539
+  _globals['_GETMODELINFOREQUEST']._serialized_start=1541
+  _globals['_GETMODELINFOREQUEST']._serialized_end=1562
+  _globals['_STEPSHAPE']._serialized_start=1564
+  _globals['_STEPSHAPE']._serialized_end=1677
+  _globals['_SAMPLINGDEFAULTS']._serialized_start=1679
+  _globals['_SAMPLINGDEFAULTS']._serialized_end=1784
+  _globals['_GETMODELINFORESPONSE']._serialized_start=1787
+  _globals['_GETMODELINFORESPONSE']._serialized_end=2111
+  _globals['_GETSERVERSTATUSREQUEST']._serialized_start=2113
+  _globals['_GETSERVERSTATUSREQUEST']._serialized_end=2137
+  _globals['_PROGRESS']._serialized_start=2139
+  _globals['_PROGRESS']._serialized_end=2209
+  _globals['_GETSERVERSTATUSRESPONSE']._serialized_start=2212
+  _globals['_GETSERVERSTATUSRESPONSE']._serialized_end=2581
+  _globals['_CANCELREQUEST']._serialized_start=2583
+  _globals['_CANCELREQUEST']._serialized_end=2618
+  _globals['_CANCELRESPONSE']._serialized_start=2620
+  _globals['_CANCELRESPONSE']._serialized_end=2651
+  _globals['_ENGINE']._serialized_start=3038
+  _globals['_ENGINE']._serialized_end=3460
 # @@protoc_insertion_point(module_scope)
