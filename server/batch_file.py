@@ -105,12 +105,13 @@ class OutputFile:
     """The output of one batch run, written strictly in the order of the input.
 
     Opening it takes an exclusive lock, cuts off a torn last line and counts what is already there
-    (`num_done`). Raises `InvalidConfig` where another run holds the file, or its lines answer
-    another input.
+    (`num_done`); `num_refused` counts lines that got an error since then. Raises `InvalidConfig`
+    where another run holds the file, or its lines answer another input.
     """
 
     def __init__(self, path: Path, input_path: Path, model: str) -> None:
         self._waiting: dict[int, bytes] = {}
+        self.num_refused = 0
         self._file: BinaryIO = path.open("a+b")
         try:
             self._lock(path)
@@ -132,6 +133,7 @@ class OutputFile:
 
     def put(self, index: int, record: dict[str, object]) -> None:
         """Takes the answer of line `index`; writes it once all lines before it are written."""
+        self.num_refused += "error" in record
         self._waiting[index] = json.dumps({"index": index, **record}).encode() + b"\n"
         while (line := self._waiting.pop(self.num_done, None)) is not None:
             self._file.write(line)

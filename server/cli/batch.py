@@ -64,9 +64,9 @@ def batch(flags: BatchFlags, config: EngineConfig) -> None:
         if done_before < num_lines:
             _, engine = open_engine(config)
             _answer_all(engine, output, input_path, config.model, num_lines)
-        typer.echo(
-            f"{output.num_done} lines, {output.num_done - done_before} of them now", err=True
-        )
+        now = output.num_done - done_before
+        refused = f', {output.num_refused} refused (see "error")' if output.num_refused else ""
+        typer.echo(f"{output.num_done} lines, {now} of them now{refused}", err=True)
 
 
 def _answer_all(
