@@ -70,7 +70,7 @@ test-peers: peers venv ## tests against other engines
 	$(PYTEST) -m peers $(ARGS)
 
 .PHONY: test-long
-test-long: venv ## soaks and matrices
+test-long: venv ## minutes each: TPU compiler (with the tpu extra)
 	$(PYTEST) -m long --timeout 1800 $(ARGS)
 
 .PHONY: check

@@ -12,6 +12,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO, cast
@@ -113,12 +114,11 @@ class OutputFile:
         self._waiting: dict[int, bytes] = {}
         self.num_refused = 0
         self._file: BinaryIO = path.open("a+b")
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._file.close)
             self._lock(path)
             self.num_done = self._count_lines(path, input_path, model)
-        except BaseException:
-            self._file.close()
-            raise
+            undo.pop_all()
 
     def __enter__(self) -> OutputFile:
         return self

@@ -6,6 +6,7 @@ each part checks its own input.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -183,16 +184,9 @@ def _device_facts(model: OpenedModel, config: EngineConfig) -> DeviceFacts:
     stats = device.memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     itemsize = 1 if config.quantize == "int8" else 2
-    weights = sum(_size(model.source.shape(name)) for name in model.source.names()) * itemsize
+    weights = sum(math.prod(model.source.shape(name)) for name in model.source.names()) * itemsize
     per_device = free - weights // config.tensor_parallel
     return DeviceFacts(device.platform, int(per_device * TPU_KV_SHARE) * config.tensor_parallel)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for dim in shape:
-        size *= dim
-    return size
 
 
 def _summary(record: ExecutableRecord) -> str:

@@ -6,6 +6,7 @@ it offers a function to lower for a shape.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -112,10 +113,7 @@ class StepProgram:
 def _unpack(layout: InputLayout, buffer: Int[Array, "n"]) -> dict[str, Array]:
     fields: dict[str, Array] = {}
     for name, (offset, dims) in layout.fields.items():
-        size = 1
-        for dim in dims:
-            size *= dim
-        value = jax.lax.slice_in_dim(buffer, offset, offset + size).reshape(dims)
+        value = jax.lax.slice_in_dim(buffer, offset, offset + math.prod(dims)).reshape(dims)
         if name in FLOAT_FIELDS:
             value = jax.lax.bitcast_convert_type(value, jnp.float32)
         elif name == "seed":

@@ -11,7 +11,7 @@ from typing import Literal
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.reference import reference_attention
-from kernels.attention.xla import XlaWork, build_work, xla_attention
+from kernels.attention.xla import XlaWork, attention_work, xla_attention
 
 Backend = Literal["reference", "xla"]
 BACKENDS: tuple[str, ...] = ("reference", "xla")
@@ -75,19 +75,6 @@ def ragged_paged_attention(
             page_size=cache.shape[4],
         )
     return xla_attention(q, k_new, v_new, cache, layer, work, scale=factor)
-
-
-def attention_work(
-    page_table: Int[Array, "B W"],
-    kv_lens: Int[Array, "B"],
-    cu_q_lens: Int[Array, "B1"],
-    num_seqs: Int[Array, ""],
-    *,
-    num_tokens: int,
-    page_size: int,
-) -> XlaWork:
-    """Computes what all layers of one step share; pass it to `ragged_paged_attention`."""
-    return build_work(page_table, kv_lens, cu_q_lens, num_seqs, num_tokens, page_size)
 
 
 def _check(

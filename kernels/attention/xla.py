@@ -43,15 +43,19 @@ class XlaWork(NamedTuple):
     page_table: Int[Array, "B W"]
 
 
-def build_work(
+def attention_work(
     page_table: Int[Array, "B W"],
     kv_lens: Int[Array, "B"],
     cu_q_lens: Int[Array, "B1"],
     num_seqs: Int[Array, ""],
+    *,
     num_tokens: int,
     page_size: int,
 ) -> XlaWork:
-    """Splits the batch into decode blocks (one query) and chunk blocks."""
+    """Computes what all layers of one step share: decode blocks (one query) and chunk blocks.
+
+    The arrays are those of `ragged_paged_attention`, which takes the result as `work`.
+    """
     places = locate_tokens(page_table, kv_lens, cu_q_lens, num_seqs, num_tokens, page_size)
     q_lens = jnp.where(jnp.arange(kv_lens.shape[0]) < num_seqs, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     decodes = _query_blocks(jnp.where(q_lens == 1, 1, 0), cu_q_lens, 1, num_tokens)
