@@ -1,0 +1,1 @@
+"""The attention kernels for TPUs: a decode call and a chunk call over one paged cache."""
