@@ -1,19 +1,20 @@
 """Sampling on the device: every option is data, rows without it carry its neutral value.
 
-Owns the definition of temperature, top-k, top-p, min-p and of the random key of a token. No
-vocabulary is ever sorted: cut-offs are found by bisection on the ordered bits of the logits,
-which is exact. Knows no request and no batch layout.
+Owns the definition of temperature, min-p and of the random key of a token; the cut-offs of top-k
+and top-p are an op of `kernels.sampling`, and no vocabulary is ever sorted. Knows no request and
+no batch layout.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt
 
-_BITS = 32
+from kernels.sampling import Backend, sampling_cutoffs
 
 
 class SamplingRows(NamedTuple):
@@ -35,7 +36,7 @@ class Sampled(NamedTuple):
     finite: Bool[Array, "R"]
 
 
-def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Sampled:
+def sample(logits: Float[Array, "R V"], rows: SamplingRows, backend: Backend = "xla") -> Sampled:
     """Samples one token per row.
 
     Greedy rows take the first largest logit. Others draw by the Gumbel-max rule from
@@ -47,7 +48,8 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Sampled:
     """
     greedy = jnp.argmax(logits, axis=-1).astype(jnp.int32)
     draws = rows.temperature > 0
-    drawn = jax.lax.cond(jnp.any(draws), _draw, lambda *_: greedy, logits, rows)
+    draw = partial(_draw, backend=backend)
+    drawn = jax.lax.cond(jnp.any(draws), draw, lambda *_: greedy, logits, rows)
     token_ids = jnp.where(draws, drawn, greedy)
     chosen = jnp.take_along_axis(logits, token_ids[:, None], axis=-1)[:, 0]
     total = jax.nn.logsumexp(logits, axis=-1)
@@ -55,20 +57,13 @@ def sample(logits: Float[Array, "R V"], rows: SamplingRows) -> Sampled:
     return Sampled(token_ids, chosen - total, jnp.isfinite(total))
 
 
-def _draw(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
+def _draw(logits: Float[Array, "R V"], rows: SamplingRows, backend: Backend) -> Int[Array, "R"]:
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)[:, None]
     scaled = logits / temperature
+    cutoffs = sampling_cutoffs(scaled, rows.top_k, rows.top_p, backend=backend)
+    shares = jnp.exp(scaled - jnp.max(scaled, axis=-1, keepdims=True))  # of the largest probability
+    kept = (scaled >= cutoffs[:, None]) & (shares >= rows.min_p[:, None])
     vocab = logits.shape[-1]
-    top_k = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocab), vocab)
-    ordered = _ordered_bits(scaled)
-    ones = jnp.ones_like(scaled)
-    kept = ordered >= _cutoff(ordered, ones, top_k.astype(jnp.float32))[:, None]
-    probabilities = jax.nn.softmax(jnp.where(kept, scaled, -jnp.inf), axis=-1)
-    # Rounding may leave the total mass just below 1: top_p = 1 is "off", not a target.
-    by_mass = ordered >= _cutoff(ordered, probabilities, rows.top_p)[:, None]
-    kept &= by_mass | (rows.top_p >= 1.0)[:, None]
-    largest = jnp.max(probabilities, axis=-1, keepdims=True)
-    kept &= probabilities >= rows.min_p[:, None] * largest
     noise = jax.vmap(lambda seed, at: _noise(seed, at, vocab))(rows.seed, rows.position)
     return jnp.argmax(jnp.where(kept, scaled + noise, -jnp.inf), axis=-1).astype(jnp.int32)
 
@@ -76,26 +71,3 @@ def _draw(logits: Float[Array, "R V"], rows: SamplingRows) -> Int[Array, "R"]:
 def _noise(seed: UInt[Array, ""], position: Int[Array, ""], vocab: int) -> Float[Array, "V"]:
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), 0), position)
     return jax.random.gumbel(key, (vocab,))
-
-
-def _ordered_bits(x: Float[Array, "R V"]) -> UInt[Array, "R V"]:
-    """Maps float32 to uint32 so that integer order is float order (-0 just below +0)."""
-    bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
-    sign = jnp.uint32(1 << (_BITS - 1))
-    return jnp.where(bits & sign != 0, ~bits, bits | sign)
-
-
-def _cutoff(
-    ordered: UInt[Array, "R V"], weights: Float[Array, "R V"], target: Float[Array, "R"]
-) -> UInt[Array, "R"]:
-    """The largest value c with `sum(weights[ordered >= c]) >= target`; 0 when there is none.
-
-    Built from the top bit down: a bit stays set while the mass at or above it is still enough.
-    """
-
-    def try_bit(i: Int[Array, ""], cutoff: UInt[Array, "R"]) -> UInt[Array, "R"]:
-        candidate = cutoff | (jnp.uint32(1 << (_BITS - 1)) >> i.astype(jnp.uint32))
-        mass = jnp.sum(jnp.where(ordered >= candidate[:, None], weights, 0.0), axis=-1)
-        return jnp.where(mass >= target, candidate, cutoff)
-
-    return jax.lax.fori_loop(0, _BITS, try_bit, jnp.zeros(ordered.shape[:1], jnp.uint32))
