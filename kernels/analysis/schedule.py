@@ -1,0 +1,272 @@
+"""One kernel's schedule, measured: a record per loop, with cycles, units, slots, DMAs and spills.
+
+    cycles     bundles + delays of the final listing
+    estimate   max(cycles, busiest matrix unit, busiest cross-lane unit)
+    scheduled  bundles of the listing before the compiler drops the empty ones that interlocks
+               stand in for: the same loop with the latency of every result. None where the dump
+               lacks that pass.
+
+`estimate` is a bound set by slots and units, what a loop costs if its latencies are hidden;
+`scheduled` is what the compiler itself expects of one pass. Waits (for DMAs, semaphores) are
+counted, not costed: how long they last is not static.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kernels.analysis.bundles import Bundle, Listing, read_listing
+from kernels.analysis.dump import DumpError, KernelFiles
+from kernels.analysis.loops import Flow, Loop, OptionalBody
+from kernels.analysis.machine import MACHINES, Machine, machine_of
+from kernels.analysis.occupancy import Occupancy, occupancy
+from kernels.analysis.tables import SlotUse, read_allocations, read_slot_use
+
+CUSTOM_CALL = "custom-call"  # what a Pallas kernel is to the program around it
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """A DMA start: its kind ("hbm_to_vmem"), bytes (None: known at run time), and condition."""
+
+    kind: str
+    num_bytes: int | None
+    is_predicated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a run of bundles takes."""
+
+    bundles: int
+    cycles: int
+    units: Occupancy
+
+    @property
+    def estimate(self) -> int:
+        return max(self.cycles, self.units.mxu_cycles, self.units.xlu_cycles)
+
+
+@dataclass(frozen=True, slots=True)
+class BodyReport:
+    """An optional body: its bundles, its cost, and what it has that tells what it is for."""
+
+    first: int
+    last: int
+    cost: Cost
+    has_matmul: bool
+    reads_hbm: bool
+    writes_hbm: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LoopReport:
+    """One loop without the loops inside it.
+
+    Attributes:
+        path: "0" is the kernel, "0.1" its second loop, "0.1.0" the first loop inside that.
+        first, last: its bundles.
+        all_in: cost of all its bundles, both sides of every branch.
+        longest: of its longest way (of an if/else the longer side).
+        steady: of its longest way past optional bodies without matmul and without DMA from HBM.
+        scheduled, scheduled_steady: the same two ways, longest and steady, with latencies.
+        cycles_before: cycles of all bundles before it, with latencies where the dump has them.
+        slots: slots used, and capacity times bundles, by slot.
+        spills, fills: registers stored to and loaded from VMEM because there were too few.
+    """
+
+    path: str
+    depth: int
+    first: int
+    last: int
+    all_in: Cost
+    longest: Cost
+    steady: Cost
+    scheduled: int | None
+    scheduled_steady: int | None
+    cycles_before: int
+    bodies: tuple[BodyReport, ...]
+    transfers: tuple[Transfer, ...]
+    num_waits: int
+    slots: dict[str, int]
+    slot_shares: dict[str, float]
+
+    @property
+    def spills(self) -> int:
+        return self.slots["SPILL"]
+
+    @property
+    def fills(self) -> int:
+        return self.slots["FILL"]
+
+    @property
+    def parent(self) -> str:
+        return self.path.rpartition(".")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class KernelSchedule:
+    """All that is read of one kernel; `loops[0]` is the kernel outside its loops."""
+
+    name: str
+    kind: str
+    machine: Machine
+    num_bundles: int
+    num_scheduled: int | None
+    memory: dict[str, int]
+    loops: tuple[LoopReport, ...]
+
+    def children(self, path: str) -> list[LoopReport]:
+        return [loop for loop in self.loops if loop.parent == path]
+
+    @property
+    def hot(self) -> LoopReport:
+        """The loop whose own bundles hold most matrix work; of equals the innermost."""
+        return max(self.loops, key=lambda loop: (loop.all_in.units.mxu_cycles, loop.depth))
+
+
+def read_schedule(files: KernelFiles, *, chip: str | None = None) -> KernelSchedule:
+    """Reads one kernel of a dump; `chip` overrides what the listing says of its machine."""
+    listing = read_listing(files.final)
+    if files.slots is None:
+        raise DumpError(files.final, "its utilisation table is missing from the dump")
+    use = read_slot_use(files.slots)
+    if len(use.used) != len(listing.bundles):
+        what = f"{len(use.used)} rows for {len(listing.bundles)} bundles"
+        raise DumpError(files.slots, what)
+    machine = machine_of(use.capacity, listing)
+    if chip is not None:
+        machine = next(m for m in MACHINES if chip in m.chips)
+    timed = None if files.timed is None else read_listing(files.timed)
+    return KernelSchedule(
+        name=listing.name or files.name,
+        kind=listing.kind,
+        machine=machine,
+        num_bundles=len(listing.bundles),
+        num_scheduled=None if timed is None else len(timed.bundles),
+        memory={} if files.allocations is None else read_allocations(files.allocations),
+        loops=tuple(_loop_reports(listing, timed, use, machine)),
+    )
+
+
+def _loop_reports(
+    listing: Listing, timed: Listing | None, use: SlotUse, machine: Machine
+) -> Iterator[LoopReport]:
+    flow = Flow(listing, machine.delay_slots, is_squeezed="tpu7x" in machine.chips)
+    nest = list(_walk(flow.loops()))
+    ways = [_Ways(None, None, _cycles_before(flow, loop)) for _, _, loop in nest]
+    if timed is not None:
+        later = Flow(timed, machine.delay_slots, is_squeezed=False)
+        twins = list(_walk(later.loops()))
+        if [path for path, _, _ in twins] == [path for path, _, _ in nest]:
+            ways = [_ways(later, loop) for _, _, loop in twins]
+    for (path, depth, loop), scheduled in zip(nest, ways, strict=True):
+        yield _report(flow, loop, (path, depth), use, machine, scheduled)
+
+
+def _walk(loop: Loop, path: str = "0", depth: int = 0) -> Iterator[tuple[str, int, Loop]]:
+    yield path, depth, loop
+    for number, child in enumerate(loop.children):
+        yield from _walk(child, f"{path}.{number}", depth + 1)
+
+
+class _Ways(NamedTuple):
+    """Cycles of a loop's longest and steady way, and of all bundles before the loop."""
+
+    longest: int | None
+    steady: int | None
+    before: int
+
+
+def _ways(flow: Flow, loop: Loop) -> _Ways:
+    _, skipped = _bodies(flow, loop)
+    bundles = flow.bundles
+    longest, steady = (
+        sum(bundles[i].cycles for i in flow.longest_way(loop, lambda i: bundles[i].cycles, past))
+        for past in ((), skipped)
+    )
+    return _Ways(longest, steady, _cycles_before(flow, loop))
+
+
+def _cycles_before(flow: Flow, loop: Loop) -> int:
+    return sum(bundle.cycles for bundle in flow.bundles[: loop.first])
+
+
+def _report(
+    flow: Flow,
+    loop: Loop,
+    place: tuple[str, int],
+    use: SlotUse,
+    machine: Machine,
+    scheduled: _Ways,
+) -> LoopReport:
+    def cost(indices: Sequence[int]) -> Cost:
+        run = [flow.bundles[i] for i in indices]
+        return Cost(len(run), sum(b.cycles for b in run), occupancy(run, machine))
+
+    bodies, skipped = _bodies(flow, loop)
+    own = loop.own()
+    own_bundles = [flow.bundles[i] for i in own]
+    ways = [
+        flow.longest_way(loop, lambda i: flow.bundles[i].cycles, past) for past in ((), skipped)
+    ]
+    slots = {name: sum(use.used[i][name] for i in own) for name in use.capacity}
+    return LoopReport(
+        *place,
+        first=loop.first,
+        last=loop.last,
+        all_in=cost(own),
+        longest=cost(ways[0]),
+        steady=cost(ways[1]),
+        scheduled=scheduled.longest,
+        scheduled_steady=scheduled.steady,
+        cycles_before=scheduled.before,
+        bodies=tuple(
+            BodyReport(
+                body.first,
+                body.last,
+                cost(range(body.first, body.last + 1)),
+                *_purpose(flow.bundles[body.first : body.last + 1]),
+            )
+            for body in bodies
+        ),
+        transfers=tuple(_transfers(own_bundles, machine)),
+        num_waits=sum(i.is_wait for bundle in own_bundles for i in bundle.instructions),
+        slots=slots,
+        slot_shares={n: used / max(1, len(own) * use.capacity[n]) for n, used in slots.items()},
+    )
+
+
+def _bodies(flow: Flow, loop: Loop) -> tuple[list[OptionalBody], list[OptionalBody]]:
+    """All optional bodies, and those that a steady pass jumps over."""
+    bodies = flow.optional_bodies(loop)
+    skipped: list[OptionalBody] = []
+    for body in bodies:
+        has_matmul, reads, _ = _purpose(flow.bundles[body.first : body.last + 1])
+        if not (has_matmul or reads):
+            skipped.append(body)
+    return bodies, skipped
+
+
+def _purpose(bundles: Iterable[Bundle]) -> tuple[bool, bool, bool]:
+    """Whether the bundles multiply matrices, read HBM, write HBM."""
+    codes = {instruction.opcode for bundle in bundles for instruction in bundle.instructions}
+    return (
+        any(code.startswith(("vmatmul", "vmatpush")) for code in codes),
+        any(code.startswith("dma.hbm_to") for code in codes),
+        any(code.startswith("dma.") and code.endswith("to_hbm") for code in codes),
+    )
+
+
+def _transfers(bundles: Iterable[Bundle], machine: Machine) -> Iterator[Transfer]:
+    for bundle in bundles:
+        for instruction in bundle.instructions:
+            if instruction.is_transfer:
+                granules = instruction.granules
+                yield Transfer(
+                    instruction.opcode.removeprefix("dma."),
+                    None if granules is None else granules * machine.granule_bytes,
+                    instruction.is_predicated,
+                )
