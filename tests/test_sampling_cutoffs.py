@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -74,19 +75,19 @@ def test_a_row_does_not_depend_on_its_companions(backend: str) -> None:
 def test_the_walk_over_bits_reaches_every_number() -> None:
     numbers = np.array([-np.inf, -1e30, -1.5, -1e-30, 0.0, 1e-30, 1.5, 1e30], np.float32)
     for number in numbers:
-        found = np.int32(LOWEST)
+        found = jnp.int32(LOWEST)
         for i in range(NUM_BITS):
-            candidate = try_bit(found, np.int32(i))
+            candidate = try_bit(found, jnp.int32(i))
             if float_of(candidate) <= number:
                 found = candidate
         assert float_of(found) == number
 
 
 def test_wrong_arrays_are_refused_by_name() -> None:
-    logits, options = np.zeros((2, 8), np.float32), np.zeros(2, np.float32)
+    logits, top_k, top_p = jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32), jnp.ones(2)
     with pytest.raises(ValueError, match=re.escape("logits must be float32 [R, V], got float16")):
-        sampling_cutoffs(logits.astype(np.float16), options.astype(np.int32), options)
+        sampling_cutoffs(logits.astype(jnp.float16), top_k, top_p)
     with pytest.raises(ValueError, match=re.escape("top_k must be one number per row (2,)")):
-        sampling_cutoffs(logits, options[:1].astype(np.int32), options)
+        sampling_cutoffs(logits, top_k[:1], top_p)
     with pytest.raises(ValueError, match="backend must be one of reference, xla"):
-        sampling_cutoffs(logits, options.astype(np.int32), options, backend="cuda")  # type: ignore[arg-type]
+        sampling_cutoffs(logits, top_k, top_p, backend="cuda")  # pyright: ignore

@@ -27,6 +27,7 @@ ROWS = 8  # sublanes of a vector register: one row each, so a sum over lanes is 
 STRIDE = 4096  # lanes per turn of a pass: 32 registers hide the latency of loads and adds
 ACCUMULATORS = 1024  # lanes that are summed apart, so that additions don't wait for each other
 LANES = 128
+Lanes = slice | pl.Slice
 SMALL_BLOCK_BYTES = 1 << 20  # what a kernel needs of VMEM besides logits and weights
 
 
@@ -116,7 +117,7 @@ def _weigh(
     largest = _fold(width, -jnp.inf, jnp.maximum, lambda at: logits_ref[:, at])
     largest = jnp.max(largest, axis=-1, keepdims=True)
 
-    def weigh(at: pl.Slice) -> Float[Array, "8 A"]:
+    def weigh(at: Lanes) -> Float[Array, "8 A"]:
         logits = logits_ref[:, at]
         weights = jnp.where(logits >= lowest, jnp.exp(logits - largest), 0.0)
         weights_ref[:, at] = weights
@@ -128,7 +129,7 @@ def _weigh(
 def _search(
     width: int,
     target: Float[Array, "8 1"],
-    weights_from: Callable[[Float[Array, "8 1"], pl.Slice], Float[Array, "8 A"]],
+    weights_from: Callable[[Float[Array, "8 1"], Lanes], Float[Array, "8 A"]],
 ) -> Float[Array, "8 1"]:
     """Bisects, per row, the largest c whose weights from c on sum to the target."""
 
@@ -147,7 +148,7 @@ def _fold(
     width: int,
     start: float,
     combine: Callable[[Array, Array], Array],
-    value_at: Callable[[pl.Slice], Float[Array, "8 A"]],
+    value_at: Callable[[Lanes], Float[Array, "8 A"]],
 ) -> Float[Array, "8 A"]:
     """Combines `value_at` of all lane slices, ACCUMULATORS lanes wide."""
 
