@@ -1,6 +1,14 @@
-"""Ragged paged attention: one public op, its reference, its backends and its cache layout."""
+"""Ragged paged attention: public ops, their reference, their backends and the cache layout."""
 
-from kernels.attention.api import BACKENDS, Backend, ragged_paged_attention
-from kernels.attention.xla import XlaWork, attention_work
+from kernels.attention.api import ragged_paged_attention
+from kernels.attention.dispatch import BACKENDS, AttentionWork, Backend, attention_work
+from kernels.attention.xla import XlaWork
 
-__all__ = ["BACKENDS", "Backend", "XlaWork", "attention_work", "ragged_paged_attention"]
+__all__ = [
+    "BACKENDS",
+    "AttentionWork",
+    "Backend",
+    "XlaWork",
+    "attention_work",
+    "ragged_paged_attention",
+]

@@ -10,7 +10,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
+
+from kernels.attention.options import LayerData as LayerData
 
 
 class StepTables(NamedTuple):
@@ -27,18 +29,6 @@ class StepTables(NamedTuple):
     num_decodes: Int[Array, ""]
     chunk_seqs: Int[Array, "B"]
     num_chunks: Int[Array, ""]
-
-
-class LayerData(NamedTuple):
-    """Per-layer values that are data; a field is None where `Scoring` says it is not used.
-
-    `window` is how many positions, its own included, a query sees; 0 means all.
-    """
-
-    layer: Int[Array, ""]
-    window: Int[Array, ""] | None = None
-    sinks: Float[Array, "N"] | None = None
-    tree: Int[Array, "T"] | None = None
 
 
 def step_tables(
