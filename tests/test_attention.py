@@ -19,7 +19,7 @@ from tests.attention_cases import Case, assert_correct, make_case
 from tests.attention_catalogue import HEAD_COUNTS, MIXES, decodes
 
 # One compiled program serves all mixes.
-SHAPE: dict[str, Any] = dict(num_tokens=80, num_rows=8, pages_per_seq=9)
+SHAPE: dict[str, Any] = dict(num_tokens=80, num_rows=8, pages_per_seq=9, num_pages=50)
 STATIC = ("scale", "soft_cap", "decode_queries", "layout", "backend")
 OP = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 

@@ -2,6 +2,7 @@
 
 from kernels.attention.api import ragged_paged_attention
 from kernels.attention.dispatch import BACKENDS, AttentionWork, Backend, attention_work
+from kernels.attention.mla import mla_ragged_paged_attention
 from kernels.attention.xla import XlaWork
 
 __all__ = [
@@ -10,5 +11,6 @@ __all__ = [
     "Backend",
     "XlaWork",
     "attention_work",
+    "mla_ragged_paged_attention",
     "ragged_paged_attention",
 ]
