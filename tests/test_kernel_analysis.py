@@ -140,13 +140,16 @@ IF_ELSE = (
 )
 
 
-def test_the_longest_way_takes_one_side_of_an_if(tmp_path: Path) -> None:
+def test_a_way_takes_one_side_of_an_if(tmp_path: Path) -> None:
     flow = Flow(listing(tmp_path, *IF_ELSE), 4, is_squeezed=False)
     (loop,) = flow.loops().children
     assert (loop.first, loop.last) == (0, 24)
     assert flow.loops().own() == [25]
-    way = flow.longest_way(loop, lambda index: flow.bundles[index].cycles)
-    assert way == [*range(6), *range(11, 25)]
+    assert flow.way(loop, [(1,)] * 26) == [*range(6), *range(11, 25)]
+    # Heavy bundles of the shorter side make it the heavier way; of equal ways the short one wins.
+    heavy = [(int(index == 7), -1) for index in range(26)]
+    assert flow.way(loop, heavy) == [*range(11), *range(20, 25)]
+    assert flow.way(loop, [(0, -1)] * 26) == [*range(11), *range(20, 25)]
     (body,) = flow.optional_bodies(loop)
     assert (body.branch, body.first, body.last) == (1, 6, 10)
 
@@ -163,8 +166,35 @@ def test_a_jumped_over_body_is_not_on_the_way(tmp_path: Path) -> None:
     root = flow.loops()
     bodies = flow.optional_bodies(root)
     assert [(body.first, body.last) for body in bodies] == [(5, 7)]
-    assert flow.longest_way(root, lambda _: 1, bodies) == [0, 1, 2, 3, 4, 8]
-    assert flow.longest_way(root, lambda _: 1) == list(range(9))
+    assert flow.way(root, [(-1,)] * 9) == [0, 1, 2, 3, 4, 8]
+    assert flow.way(root, [(1,)] * 9) == list(range(9))
+
+
+@pytest.mark.parametrize(
+    ("definition", "branch"),
+    [
+        ("%p9_p1 = snop", "!%p7_p3"),
+        ("%p9_p1 = scmp.ne.s32.totalorder %s3_s4, 0", "!%p9_p1"),  # the same, computed again
+        ("%p9_p1 = pneg %p7_p0", "%p9_p1"),
+    ],
+)
+def test_branches_on_one_condition_agree(tmp_path: Path, definition: str, branch: str) -> None:
+    delay = ["| %2 = snop |"] * 4
+    first = "%p7_p0 = scmp.ne.s32.totalorder %s3_s9, 0"
+    read = listing(
+        tmp_path,
+        f"| {first}  ;;  %1 = sbr.rel (%p7_p0) target = $region2 |",
+        *delay,
+        *["| %3 = vadd.f32 %v1, %v1 |"] * 3,  # 5 to 7: when not p7
+        f"| {definition}  ;;  %4 = sbr.rel ({branch}) target = $region3 | Start region 2",
+        *delay,
+        *["| %5 = vmul.f32 %v1, %v1 |"] * 2,  # 13 and 14: when p7
+        "| %6 = snop | Start region 3",
+    )
+    flow = Flow(read, 4, is_squeezed=False)
+    root = flow.loops()
+    assert flow.way(root, [(1,)] * 16) == [*range(13), 15]
+    assert flow.way(root, [(-1,)] * 16) == [*range(5), *range(8, 16)]
 
 
 def test_a_loop_without_its_way_back_is_an_error(tmp_path: Path) -> None:
@@ -273,6 +303,13 @@ def test_several_blocks_per_pass_share_its_cost() -> None:
     assert figures.roofline_share[130] == min(1.0, needed / ((3 * 103 + 14) / 2))
 
 
-def test_facts_that_name_no_loop_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"no loop '0\.7', only 0, 0\.0"):
-        predict(read("v6e-jax0.12"), WorkFacts(1, 1, 1, 1, 1, steady="0.7"), CHIPS["v6e"])
+def test_passes_of_inner_loops_count() -> None:
+    schedule, chip = read("v6e-jax0.12"), CHIPS["v6e"]
+    facts = WorkFacts(128, 1, 1, 512, 1, inner_passes=(3,))  # as if the whole kernel were a pass
+    outside = schedule.loops[0].steady.estimate
+    assert predict(schedule, facts, chip).cycles == pytest.approx((outside + 3 * 103) / 128)
+
+
+def test_facts_that_lead_above_the_kernel_are_refused() -> None:
+    with pytest.raises(ValueError, match="only 1 loops lead to its hot one"):
+        predict(read("v6e-jax0.12"), WorkFacts(1, 1, 1, 1, 1, (2, 2)), CHIPS["v6e"])

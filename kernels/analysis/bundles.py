@@ -17,26 +17,35 @@ _LABEL = re.compile(r"/\*(\w+=)\*/")  # names an operand; every other comment is
 _COMMENT = re.compile(r"/\*.*?\*/")
 _REGION = re.compile(r"(Start/End empty|Start|End) region (\d+)")
 _ROOT = re.compile(r"/\* (?:entry|exit) bundle: (?:ROOT )?%(\S+) = (?:.*? )?([a-z][a-z-]*)\(")
-_INSTRUCTION = re.compile(r"(?:%\S+ = )?([a-z](?:[\w.-]|\[\d+\])*)(.*)")
+_INSTRUCTION = re.compile(r"(?:(%\S+) = )?([a-z](?:[\w.-]|\[\d+\])*)(.*)")
 _BRANCH = re.compile(r"target (?:= \$region(?P<region>\d+)|bundleno = (?P<bundle>\d+))")
 _GRANULES = re.compile(r"size_in_granules=(\d+)")
 _CYCLES = re.compile(r"^ *(\d+)")
-_PREDICATE = re.compile(r"\((!?%p\w+)\)")
+_PREDICATE = re.compile(r"\((!?)(%p\d+)\w*\)")  # without its register, which gets reused
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """Where a branch goes: the start of a region, or (before the last pass) a bundle."""
+    """Where a branch goes: the start of a region, or (before the last pass) a bundle.
 
-    is_conditional: bool
+    It is taken when `predicate` has the value `taken_on`; always, where there is no predicate.
+    """
+
+    predicate: str | None
+    taken_on: bool
     region: str | None
     bundle: int | None
+
+    @property
+    def is_conditional(self) -> bool:
+        return self.predicate is not None
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One slot of a bundle: `opcode` and the rest of its text."""
+    """One slot of a bundle: what it defines (empty: nothing), `opcode`, the rest of its text."""
 
+    result: str
     opcode: str
     operands: str
 
@@ -48,8 +57,13 @@ class Instruction:
         match = _BRANCH.search(self.operands)
         if match is None:
             return None
-        bundle = match["bundle"]
-        return Branch(self.is_predicated, match["region"], None if bundle is None else int(bundle))
+        condition = _PREDICATE.search(self.operands)
+        return Branch(
+            predicate=condition[2] if condition else None,
+            taken_on=condition is None or not condition[1],
+            region=match["region"],
+            bundle=None if match["bundle"] is None else int(match["bundle"]),
+        )
 
     @property
     def is_transfer(self) -> bool:
@@ -169,5 +183,5 @@ def _bundle(path: Path, line: int, marks: frozenset[str], text: str) -> Bundle:
             match = _INSTRUCTION.fullmatch(part)
             if match is None:
                 raise DumpError(path, f"not an instruction: {part[:60]}", line)
-            instructions.append(Instruction(match[1], match[2].strip()))
+            instructions.append(Instruction(match[1] or "", match[2], match[3].strip()))
     return Bundle(marks, tuple(instructions), frozenset(starts), frozenset(ends))

@@ -1,16 +1,28 @@
 """The control flow of a schedule: its loop nest, and the ways through a loop's body.
 
-Owns which bundles belong to which loop, which can be skipped, and the longest way through.
+Owns which bundles belong to which loop, which can be skipped, and the ways through a body.
 Knows nothing of what the instructions do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, pairwise, product
+from operator import add
 
 from kernels.analysis.bundles import Bundle, Listing
 from kernels.analysis.dump import DumpError
+
+_MAX_SHARED = 5  # conditions followed through a loop: each doubles the ways to look at
+_REGISTER = re.compile(r"(%[a-z]+\d+)_\w+")
+
+
+def _without_register(text: str) -> str:
+    """Values without the registers they happen to be in."""
+    return _REGISTER.sub(r"\1", text)
 
 
 @dataclass(slots=True)
@@ -56,6 +68,12 @@ class Flow:
         for index, bundle in enumerate(self.bundles):
             for region in bundle.starts:
                 self._starts.setdefault(region, index)
+        self._definitions = {
+            _without_register(one.result): _without_register(f"{one.opcode} {one.operands}")
+            for bundle in self.bundles
+            for one in bundle.instructions
+            if one.result.startswith("%p")
+        }
         self.targets: dict[int, int] = {}
         for index, bundle in enumerate(self.bundles):
             branch = bundle.branch
@@ -63,6 +81,20 @@ class Flow:
                 target = self._starts.get(branch.region or "", branch.bundle)
                 if target is not None:  # else it leaves the kernel
                     self.targets[index] = target
+
+    def condition(self, index: int) -> tuple[str, bool] | None:
+        """What the branch at `index` depends on and the value it is taken on; None: on nothing.
+
+        Two predicates are the same condition where they are defined alike: compilers compute one
+        twice rather than keep it.
+        """
+        branch = self.bundles[index].branch
+        if branch is None or branch.predicate is None:
+            return None
+        predicate, taken_on = branch.predicate, branch.taken_on
+        while (definition := self._definitions.get(predicate, "")).startswith("pneg "):
+            predicate, taken_on = definition.split()[1], not taken_on
+        return definition or predicate, taken_on
 
     def after_delay(self, branch: int) -> int:
         """The first bundle that a taken branch does not issue."""
@@ -117,44 +149,75 @@ class Flow:
                 bodies.append(OptionalBody(index, first, target - 1))
         return bodies
 
-    def longest_way(
-        self, loop: Loop, cycles: Callable[[int], int], skipped: Sequence[OptionalBody] = ()
-    ) -> list[int]:
-        """The bundles of the loop itself on its longest way, given bodies that are jumped over.
+    def way(self, loop: Loop, weights: Sequence[tuple[int, ...]]) -> list[int]:
+        """The bundles on the heaviest way from top to bottom, once through each loop inside.
 
-        Of the two sides of an if/else the longer one is on it.
+        `weights` are those of all bundles of the listing, most important first; they add up along
+        a way. Branches on the same condition agree, so of `when(x)` and `when(not x)` a way takes
+        one.
         """
-        own = set(loop.own())
-        skipping = {body.branch for body in skipped}
         jumps = self._jumps(loop)
-        cost = [0] * (loop.last - loop.first + 2)
-        follower: dict[int, int] = {}
-        for index in range(loop.last, loop.first - 1, -1):
-            ways = [index + 1]
-            for branch, target in jumps.get(index, ()):
-                conditional = self.bundles[branch].branch
-                if branch in skipping or (conditional and not conditional.is_conditional):
-                    ways = [target]
-                else:
-                    ways.append(target)
-            best = max(ways, key=lambda way: cost[way - loop.first])
-            follower[index] = best
-            here = cycles(index) if index in own else 0
-            cost[index - loop.first] = here + cost[best - loop.first]
-        way: list[int] = []
-        index = loop.first
-        while index <= loop.last:
-            way.append(index)
-            index = follower[index]
-        return [index for index in way if index in own]
+        borders = {loop.first, loop.last + 1, *(leave + 1 for leave in jumps)}
+        borders |= {self.targets[branch] for branch in chain.from_iterable(jumps.values())}
+        runs = list(pairwise(sorted(borders)))  # straight runs of bundles, end excluded
+        totals = [tuple(map(sum, zip(*weights[first:end], strict=True))) for first, end in runs]
+        shared = self._shared_conditions(jumps)
+        ways = (
+            self._way(runs, totals, jumps, dict(zip(shared, values, strict=True)))
+            for values in product((False, True), repeat=len(shared))
+        )
+        return [index for first, end in max(ways)[1] for index in range(first, end)]
 
-    def _jumps(self, loop: Loop) -> dict[int, list[tuple[int, int]]]:
+    def _way(
+        self,
+        runs: Sequence[tuple[int, int]],
+        weights: Sequence[tuple[int, ...]],
+        jumps: Mapping[int, Sequence[int]],
+        known: Mapping[str, bool],
+    ) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
+        """The heaviest way and its weight, given what is `known` of conditions."""
+        first, end = runs[0][0], runs[-1][1]
+        heaviest = {end: tuple(0 for _ in weights[0])}
+        follower: dict[int, int] = {}
+        for (start, stop), weight in zip(reversed(runs), reversed(weights), strict=True):
+            followers = self._followers(stop - 1, jumps, known)
+            follower[start] = max(followers, key=lambda way: heaviest[way])
+            heaviest[start] = tuple(map(add, weight, heaviest[follower[start]]))
+        ends = dict(runs)
+        way: list[tuple[int, int]] = []
+        start = first
+        while start < end:
+            way.append((start, ends[start]))
+            start = follower[start]
+        return heaviest[first], way
+
+    def _followers(
+        self, index: int, jumps: Mapping[int, Sequence[int]], known: Mapping[str, bool]
+    ) -> list[int]:
+        """Where control can be after bundle `index`."""
+        followers = [index + 1]
+        for number in jumps.get(index, ()):
+            condition = self.condition(number)
+            is_known = condition is None or condition[0] in known
+            if condition is None or known.get(*condition) == condition[1]:
+                if is_known:
+                    followers.clear()
+                followers.append(self.targets[number])
+        return followers
+
+    def _shared_conditions(self, jumps: Mapping[int, Sequence[int]]) -> list[str]:
+        """What more than one forward branch depends on, the most frequent first."""
+        conditions = map(self.condition, chain.from_iterable(jumps.values()))
+        found = Counter(condition[0] for condition in conditions if condition is not None)
+        return [what for what, count in found.most_common(_MAX_SHARED) if count > 1]
+
+    def _jumps(self, loop: Loop) -> dict[int, list[int]]:
         """Forward branches within the loop, by the last bundle of their delay."""
-        jumps: dict[int, list[tuple[int, int]]] = {}
+        jumps: dict[int, list[int]] = {}
         for branch in range(loop.first, loop.last + 1):
             target = self.targets.get(branch)
             if target is not None:
                 leave = self.after_delay(branch) - 1
                 if leave < target <= loop.last + 1:
-                    jumps.setdefault(leave, []).append((branch, target))
+                    jumps.setdefault(leave, []).append(branch)
         return jumps

@@ -14,8 +14,8 @@ bank conflicts and the outcome of branches are invisible here.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from kernels.analysis.schedule import KernelSchedule, LoopReport
 from kernels.chips import Chip
@@ -37,9 +37,9 @@ class WorkFacts:
         num_kv_heads: KV heads a pass covers.
         kv_token_head_bytes: HBM bytes of one KV position of one head, K and V together.
         useful_flops: of one pass when nothing in it is masked.
-        steady: path of the steady loop ("0.1"); empty: the loop with most matrix work.
-        trips: passes of a loop inside the steady one, per pass of the steady one, by its path
-            below it ("0" is its first); 1 where absent.
+        inner_passes: passes of the loops between the steady one and the hot one (the one with
+            most matrix work), from the outermost in, per pass of the one around; empty where the
+            hot loop is the steady one. Any other loop inside counts once.
     """
 
     block_tokens: int
@@ -47,13 +47,40 @@ class WorkFacts:
     num_kv_heads: int
     kv_token_head_bytes: float
     useful_flops: int
-    steady: str = ""
-    trips: Mapping[str, int] = field(default_factory=dict[str, int])
+    inner_passes: tuple[int, ...] = ()
 
     @property
     def token_heads(self) -> int:
         """KV positions times heads per pass."""
         return self.block_tokens * self.blocks_per_pass * self.num_kv_heads
+
+
+@dataclass(frozen=True, slots=True)
+class StepFacts:
+    """What a whole call gets done, as the kernel states it: for kernels that mask and skip blocks.
+
+    Attributes:
+        items: passes of the loop around the steady one.
+        blocks: passes of the steady loop in which nothing is masked.
+        masked_blocks: passes with a mask (diagonal, window, ragged rows).
+        useful_flops: of what the queries really see.
+        hbm_bytes: KV read, new rows, queries and output.
+    """
+
+    items: int
+    blocks: int
+    masked_blocks: int
+    useful_flops: int
+    hbm_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrediction:
+    """A whole call: cycles, and shares of the nearer roofline and of the matrix units' peak."""
+
+    cycles: int
+    roofline_share: float
+    useful_flop_share: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +118,28 @@ class Prediction:
 
 
 def steady_loop(schedule: KernelSchedule, facts: WorkFacts) -> LoopReport:
-    """The loop the facts name, else the one with most matrix work."""
-    if not facts.steady:
-        return schedule.hot
-    found = [loop for loop in schedule.loops if loop.path == facts.steady]
-    if not found:
-        paths = ", ".join(loop.path for loop in schedule.loops)
-        raise ValueError(f"{schedule.name} has no loop {facts.steady!r}, only {paths}")
-    return found[0]
+    """The loop that is as far above the hot one as the facts say."""
+    steps = schedule.hot.path.split(".")
+    above = len(facts.inner_passes)
+    if above >= len(steps):
+        raise ValueError(f"{schedule.name}: only {len(steps) - 1} loops lead to its hot one")
+    path = ".".join(steps[: len(steps) - above])
+    return next(loop for loop in schedule.loops if loop.path == path)
 
 
-def pass_cost(schedule: KernelSchedule, loop: LoopReport, trips: Mapping[str, int]) -> PassCost:
-    """One pass of `loop` with the loops inside it, each as often as `trips` says."""
+def pass_cost(schedule: KernelSchedule, loop: LoopReport, inner: Sequence[int]) -> PassCost:
+    """One pass of `loop` with the loops inside it, those towards the hot one `inner` times."""
     steady, longest = loop.steady.estimate, loop.longest.estimate
     scheduled, scheduled_longest = loop.scheduled_steady, loop.scheduled
     for child in schedule.children(loop.path):
-        place = child.path.removeprefix(f"{loop.path}.")
-        inside = {
-            path.removeprefix(f"{place}."): count
-            for path, count in trips.items()
-            if path.startswith(f"{place}.")
-        }
-        cost, count = pass_cost(schedule, child, inside), trips.get(place, 1)
-        steady += count * cost.steady
+        leads_on = bool(inner) and f"{schedule.hot.path}.".startswith(f"{child.path}.")
+        cost = pass_cost(schedule, child, inner[1:] if leads_on else ())
+        count = inner[0] if leads_on else 1
+        if child.is_on_steady_way:
+            steady += count * cost.steady
+            if scheduled is not None and cost.scheduled is not None:
+                scheduled += count * cost.scheduled
         longest += count * cost.longest
-        if scheduled is not None and cost.scheduled is not None:
-            scheduled += count * cost.scheduled
         if scheduled_longest is not None and cost.scheduled_longest is not None:
             scheduled_longest += count * cost.scheduled_longest
     return PassCost(steady, longest, scheduled, scheduled_longest)
@@ -125,7 +148,7 @@ def pass_cost(schedule: KernelSchedule, loop: LoopReport, trips: Mapping[str, in
 def predict(schedule: KernelSchedule, facts: WorkFacts, chip: Chip) -> Prediction:
     """Puts the schedule against what the chip's HBM and matrix units could do."""
     loop = steady_loop(schedule, facts)
-    cost = pass_cost(schedule, loop, facts.trips)
+    cost = pass_cost(schedule, loop, facts.inner_passes)
     hbm_cycles = facts.kv_token_head_bytes / chip.hbm_bytes_per_cycle
     has_latencies = cost.scheduled is not None and cost.scheduled_longest is not None
     peak_cycles = facts.useful_flops / chip.flops_per_cycle
@@ -147,6 +170,34 @@ def predict(schedule: KernelSchedule, facts: WorkFacts, chip: Chip) -> Predictio
         slot_shares=schedule.hot.slot_shares,
         spills=sum(loop.spills for loop in schedule.loops),
     )
+
+
+def predict_step(
+    schedule: KernelSchedule, facts: WorkFacts, step: StepFacts, chip: Chip
+) -> dict[str, StepPrediction]:
+    """A whole call, edges included: "final" by slots and units, "scheduled" with latencies.
+
+    A masked block costs the loop's longest way, an item the longest way of the loop around it.
+    """
+    loop = steady_loop(schedule, facts)
+    cost = pass_cost(schedule, loop, facts.inner_passes)
+    around = [other for other in schedule.loops if other.path == loop.parent]
+    found: dict[str, StepPrediction] = {}
+    for name, steady, longest, outer in (
+        ("final", cost.steady, cost.longest, sum(o.longest.estimate for o in around)),
+        (
+            "scheduled",
+            cost.scheduled,
+            cost.scheduled_longest,
+            sum(o.scheduled or 0 for o in around),
+        ),
+    ):
+        if steady is not None and longest is not None:
+            cycles = step.items * outer + step.blocks * steady + step.masked_blocks * longest
+            peak = step.useful_flops / chip.flops_per_cycle
+            needed = max(peak, step.hbm_bytes / chip.hbm_bytes_per_cycle)
+            found[name] = StepPrediction(cycles, min(1.0, needed / cycles), peak / cycles)
+    return found
 
 
 def _shares(steady: int, longest: int, hbm_cycles: float, facts: WorkFacts) -> dict[int, float]:

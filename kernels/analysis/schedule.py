@@ -25,6 +25,8 @@ from kernels.analysis.occupancy import Occupancy, occupancy
 from kernels.analysis.tables import SlotUse, read_allocations, read_slot_use
 
 CUSTOM_CALL = "custom-call"  # what a Pallas kernel is to the program around it
+_MATRIX_WORK = ("vmatmul", "vmatpush")
+_READ = "dma.hbm_to"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +72,11 @@ class LoopReport:
         first, last: its bundles.
         all_in: cost of all its bundles, both sides of every branch.
         longest: of its longest way (of an if/else the longer side).
-        steady: of its longest way past optional bodies without matmul and without DMA from HBM.
+        steady: of the shortest way that misses no matrix work and no DMA from HBM: past what runs
+            now and then (masks of edge blocks, a sequence's end), not past what feeds the loop.
         scheduled, scheduled_steady: the same two ways, longest and steady, with latencies.
         cycles_before: cycles of all bundles before it, with latencies where the dump has them.
+        is_on_steady_way: whether the steady way of the loop around leads through it.
         slots: slots used, and capacity times bundles, by slot.
         spills, fills: registers stored to and loaded from VMEM because there were too few.
     """
@@ -87,6 +91,7 @@ class LoopReport:
     scheduled: int | None
     scheduled_steady: int | None
     cycles_before: int
+    is_on_steady_way: bool
     bodies: tuple[BodyReport, ...]
     transfers: tuple[Transfer, ...]
     num_waits: int
@@ -155,24 +160,33 @@ def _loop_reports(
     listing: Listing, timed: Listing | None, use: SlotUse, machine: Machine
 ) -> Iterator[LoopReport]:
     flow = Flow(listing, machine.delay_slots, is_squeezed="tpu7x" in machine.chips)
-    nest = list(_walk(flow.loops()))
-    ways = [_Ways(None, None, _cycles_before(flow, loop)) for _, _, loop in nest]
+    nest, ways = list(_walk(flow.loops())), _Ways(flow)
+    scheduled = [_Scheduled(None, None, ways.cycles_before(nested.loop)) for nested in nest]
     if timed is not None:
         later = Flow(timed, machine.delay_slots, is_squeezed=False)
         twins = list(_walk(later.loops()))
-        if [path for path, _, _ in twins] == [path for path, _, _ in nest]:
-            ways = [_ways(later, loop) for _, _, loop in twins]
-    for (path, depth, loop), scheduled in zip(nest, ways, strict=True):
-        yield _report(flow, loop, (path, depth), use, machine, scheduled)
+        if [twin.path for twin in twins] == [nested.path for nested in nest]:
+            later_ways = _Ways(later)
+            scheduled = [later_ways.scheduled(twin.loop) for twin in twins]
+    for nested, later_cycles in zip(nest, scheduled, strict=True):
+        yield _report(ways, nested, use, machine, later_cycles)
 
 
-def _walk(loop: Loop, path: str = "0", depth: int = 0) -> Iterator[tuple[str, int, Loop]]:
-    yield path, depth, loop
+class _Nested(NamedTuple):
+    """A loop, where it is in the nest, and the loop around it."""
+
+    path: str
+    loop: Loop
+    around: Loop | None
+
+
+def _walk(loop: Loop, path: str = "0", around: Loop | None = None) -> Iterator[_Nested]:
+    yield _Nested(path, loop, around)
     for number, child in enumerate(loop.children):
-        yield from _walk(child, f"{path}.{number}", depth + 1)
+        yield from _walk(child, f"{path}.{number}", loop)
 
 
-class _Ways(NamedTuple):
+class _Scheduled(NamedTuple):
     """Cycles of a loop's longest and steady way, and of all bundles before the loop."""
 
     longest: int | None
@@ -180,57 +194,69 @@ class _Ways(NamedTuple):
     before: int
 
 
-def _ways(flow: Flow, loop: Loop) -> _Ways:
-    _, skipped = _bodies(flow, loop)
-    bundles = flow.bundles
-    longest, steady = (
-        sum(bundles[i].cycles for i in flow.longest_way(loop, lambda i: bundles[i].cycles, past))
-        for past in ((), skipped)
-    )
-    return _Ways(longest, steady, _cycles_before(flow, loop))
+class _Ways:
+    """The longest and the steady way through each loop of a listing."""
 
+    def __init__(self, flow: Flow) -> None:
+        self.flow = flow
+        self._cycles = [bundle.cycles for bundle in flow.bundles]
+        self._long = [(cycles,) for cycles in self._cycles]
+        self._steady = [
+            (sum(i.opcode.startswith((*_MATRIX_WORK, _READ)) for i in bundle.instructions), -cycles)
+            for bundle, cycles in zip(flow.bundles, self._cycles, strict=True)
+        ]
+        self._found: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
 
-def _cycles_before(flow: Flow, loop: Loop) -> int:
-    return sum(bundle.cycles for bundle in flow.bundles[: loop.first])
+    def both(self, loop: Loop) -> tuple[list[int], list[int]]:
+        """Bundles of the longest way and of the steady one, loops inside included."""
+        place = loop.first, loop.last
+        if place not in self._found:
+            found = self.flow.way(loop, self._long), self.flow.way(loop, self._steady)
+            self._found[place] = found
+        return self._found[place]
+
+    def own(self, loop: Loop) -> tuple[list[int], list[int]]:
+        """The same without the loops inside."""
+        own = set(loop.own())
+        longest, steady = self.both(loop)
+        return [i for i in longest if i in own], [i for i in steady if i in own]
+
+    def scheduled(self, loop: Loop) -> _Scheduled:
+        longest, steady = (sum(self._cycles[i] for i in way) for way in self.own(loop))
+        return _Scheduled(longest, steady, self.cycles_before(loop))
+
+    def cycles_before(self, loop: Loop) -> int:
+        return sum(self._cycles[: loop.first])
 
 
 def _report(
-    flow: Flow,
-    loop: Loop,
-    place: tuple[str, int],
-    use: SlotUse,
-    machine: Machine,
-    scheduled: _Ways,
+    ways: _Ways, nested: _Nested, use: SlotUse, machine: Machine, scheduled: _Scheduled
 ) -> LoopReport:
-    def cost(indices: Sequence[int]) -> Cost:
-        run = [flow.bundles[i] for i in indices]
+    bundles = ways.flow.bundles
+
+    def cost(indices: Iterable[int]) -> Cost:
+        run = [bundles[i] for i in indices]
         return Cost(len(run), sum(b.cycles for b in run), occupancy(run, machine))
 
-    bodies, skipped = _bodies(flow, loop)
-    own = loop.own()
-    own_bundles = [flow.bundles[i] for i in own]
-    ways = [
-        flow.longest_way(loop, lambda i: flow.bundles[i].cycles, past) for past in ((), skipped)
-    ]
+    loop, own, around = nested.loop, nested.loop.own(), nested.around
+    own_bundles = [bundles[i] for i in own]
+    longest, steady = ways.own(loop)
     slots = {name: sum(use.used[i][name] for i in own) for name in use.capacity}
     return LoopReport(
-        *place,
+        path=nested.path,
+        depth=nested.path.count("."),
         first=loop.first,
         last=loop.last,
         all_in=cost(own),
-        longest=cost(ways[0]),
-        steady=cost(ways[1]),
+        longest=cost(longest),
+        steady=cost(steady),
         scheduled=scheduled.longest,
         scheduled_steady=scheduled.steady,
         cycles_before=scheduled.before,
+        is_on_steady_way=around is None or loop.first in ways.both(around)[1],
         bodies=tuple(
-            BodyReport(
-                body.first,
-                body.last,
-                cost(range(body.first, body.last + 1)),
-                *_purpose(flow.bundles[body.first : body.last + 1]),
-            )
-            for body in bodies
+            _body_report(bundles[body.first : body.last + 1], body, machine)
+            for body in ways.flow.optional_bodies(loop)
         ),
         transfers=tuple(_transfers(own_bundles, machine)),
         num_waits=sum(i.is_wait for bundle in own_bundles for i in bundle.instructions),
@@ -239,23 +265,17 @@ def _report(
     )
 
 
-def _bodies(flow: Flow, loop: Loop) -> tuple[list[OptionalBody], list[OptionalBody]]:
-    """All optional bodies, and those that a steady pass jumps over."""
-    bodies = flow.optional_bodies(loop)
-    skipped: list[OptionalBody] = []
-    for body in bodies:
-        has_matmul, reads, _ = _purpose(flow.bundles[body.first : body.last + 1])
-        if not (has_matmul or reads):
-            skipped.append(body)
-    return bodies, skipped
+def _body_report(run: Sequence[Bundle], body: OptionalBody, machine: Machine) -> BodyReport:
+    cost = Cost(len(run), sum(bundle.cycles for bundle in run), occupancy(run, machine))
+    return BodyReport(body.first, body.last, cost, *_purpose(run))
 
 
 def _purpose(bundles: Iterable[Bundle]) -> tuple[bool, bool, bool]:
     """Whether the bundles multiply matrices, read HBM, write HBM."""
     codes = {instruction.opcode for bundle in bundles for instruction in bundle.instructions}
     return (
-        any(code.startswith(("vmatmul", "vmatpush")) for code in codes),
-        any(code.startswith("dma.hbm_to") for code in codes),
+        any(code.startswith(_MATRIX_WORK) for code in codes),
+        any(code.startswith(_READ) for code in codes),
         any(code.startswith("dma.") and code.endswith("to_hbm") for code in codes),
     )
 
