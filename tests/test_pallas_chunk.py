@@ -89,7 +89,8 @@ def _with_decodes(case: Case, out: np.ndarray, cache: np.ndarray) -> tuple[np.nd
             for position in range(case.kv_lens[row] - (last - first), case.kv_lens[row]):
                 page = case.page_table[row, position // page_size]
                 slot = (case.layer, page, slice(None), slice(None), position % page_size)
-                np.testing.assert_array_equal(*(a[slot].astype(float) for a in (cache, case.cache)))
+                untouched, before = (a[slot].astype(float) for a in (cache, case.cache))
+                np.testing.assert_array_equal(untouched, before)
                 cache[slot] = expected.cache[slot]
     return out, cache
 
