@@ -44,6 +44,11 @@ def test_one_token_in_one_row() -> None:
     assert_matches(make_case([(0, 1)], num_tokens=1, num_rows=1), "xla")
 
 
+def test_padding_tokens_without_a_padding_row() -> None:
+    rows = [(9, 1), (20, 5)]
+    assert_matches(make_case(rows, num_tokens=9, num_rows=2), "xla")
+
+
 def test_no_padding_rows_or_tokens() -> None:
     assert_matches(make_case([(3, 1), (4, 1)], num_tokens=2, num_rows=2), "xla")
 
@@ -58,7 +63,7 @@ def test_head_groupings(counts: tuple[int, int]) -> None:
     assert_matches(make_case([(5, 1), (20, 9), (0, 3)], heads=(*counts, 8), seed=2), "xla")
 
 
-@pytest.mark.parametrize("page_size", [8, 16, 128, 256])
+@pytest.mark.parametrize("page_size", [1, 16, 128, 256])
 def test_page_sizes(page_size: int) -> None:
     rows = [(page_size - 1, 1), (page_size, 1), (0, 30)]
     assert_matches(make_case(rows, page_size=page_size), "xla")
