@@ -6,6 +6,7 @@ Options (window, sinks, trees, 8-bit caches) are in `test_attention_options.py`.
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ from tests.attention_cases import Case, assert_correct, make_case
 from tests.attention_catalogue import HEAD_COUNTS, MIXES, decodes
 
 # One compiled program serves all mixes.
-SHAPE: dict[str, Any] = dict(num_tokens=80, num_rows=8, pages_per_seq=9, num_pages=50)
+SHAPE: dict[str, Any] = dict(num_tokens=80, num_rows=12, pages_per_seq=9, num_pages=80)
 STATIC = ("scale", "soft_cap", "decode_queries", "layout", "backend")
 OP = jax.jit(ragged_paged_attention, static_argnames=STATIC)
 
@@ -49,23 +50,29 @@ def test_padding_tokens_without_a_padding_row() -> None:
     assert_matches(make_case(rows, num_tokens=9, num_rows=2), "xla")
 
 
-def test_no_padding_rows_or_tokens() -> None:
-    assert_matches(make_case([(3, 1), (4, 1)], num_tokens=2, num_rows=2), "xla")
-
-
 def test_lengths_around_pages_and_blocks() -> None:
-    rows = decodes(16, 64, 128)
-    assert_matches(make_case(rows, num_tokens=len(rows), num_rows=len(rows)), "xla")
+    assert_matches(make_case(decodes(16, 64, 128), **SHAPE), "xla")
 
 
 @pytest.mark.parametrize("counts", HEAD_COUNTS, ids=str)
 def test_head_groupings(counts: tuple[int, int]) -> None:
-    assert_matches(make_case([(5, 1), (20, 9), (0, 3)], heads=(*counts, 8), seed=2), "xla")
+    case = make_case([(5, 1), (20, 9), (0, 3)], heads=(*counts, 8), seed=2)
+    for backend in BACKENDS if counts in ((9, 3), (5, 1)) else ("reference",):
+        assert_matches(case, backend)
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 128, 256])
-def test_page_sizes(page_size: int) -> None:
-    rows = [(page_size - 1, 1), (page_size, 1), (0, 30)]
+@pytest.mark.long
+@pytest.mark.parametrize("counts", HEAD_COUNTS, ids=str)
+def test_head_groupings_with_xla(counts: tuple[int, int]) -> None:
+    assert_matches(make_case([(5, 1), (20, 9), (0, 3)], heads=(*counts, 128)), "xla")
+
+
+@pytest.mark.parametrize(
+    "page_size",
+    [1, 128, *(pytest.param(size, marks=pytest.mark.long) for size in (2, 16, 64, 256))],
+)
+def test_a_batch_gives_what_single_rows_give_at_any_page_size(page_size: int) -> None:
+    rows = [(page_size - 1, 1), (page_size, 1), (0, 30), (2 * page_size + 3, 2)]
     assert_matches(make_case(rows, page_size=page_size), "xla")
 
 
@@ -89,6 +96,13 @@ def test_bfloat16_cache_and_queries() -> None:
 )
 def test_any_mix_matches_oracle(rows: list[tuple[int, int]], seed: int) -> None:
     assert_matches(make_case(rows, **SHAPE, seed=seed), "xla")
+
+
+def test_documentation_names_tests_that_exist(repo_root: Path) -> None:
+    named = set(re.findall(r"`(test_\w+)`", (repo_root / "docs" / "attention.md").read_text()))
+    sources = [path.read_text() for path in (repo_root / "tests").glob("test_*.py")]
+    assert len(named) > 10
+    assert [name for name in named if not any(f"def {name}(" in text for text in sources)] == []
 
 
 BAD = {

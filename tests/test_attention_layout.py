@@ -88,7 +88,11 @@ def test_reference_over_packed_heads(heads: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("heads", [(4, 64), (3, 64), (1, 80)], ids=str)
+@pytest.mark.parametrize(
+    "heads",
+    [(3, 64), *(pytest.param(x, marks=pytest.mark.long) for x in ((4, 64), (1, 80)))],
+    ids=str,
+)
 def test_scales_and_options_over_packed_heads(backend: str, heads: tuple[int, int]) -> None:
     k, h = heads
     kv: dict[str, Any] = dict(kv_dtype="float8_e4m3fn", scales=(0.04, 2.0), window=20, sinks=True)

@@ -127,31 +127,18 @@ def kv_layout(
     """
     if num_kv_heads % num_shards:
         raise ValueError(f"{num_kv_heads} KV heads can't be split over {num_shards} shards")
-    choices = [_rows(num_kv_heads, head_dim, page_size, dtype, lanes, heads_per_row=1, planes=2)]
-    for heads in range(1, lanes // head_dim + 1):
-        if num_kv_heads // num_shards % heads == 0:
-            for planes in (2, 1):
-                if heads * head_dim * (3 - planes) <= lanes:
-                    choices.append(
-                        _rows(num_kv_heads, head_dim, page_size, dtype, lanes, heads, planes)
-                    )
+    on_one_device = num_kv_heads // num_shards
+    choices: list[KvLayout] = []
+    for heads in range(1, max(lanes // head_dim, 1) + 1):
+        side_by_side = heads * head_dim
+        for planes in (2, 1):
+            used = side_by_side if planes == 2 else 2 * side_by_side
+            alone = heads == 1 and planes == 2
+            if on_one_device % heads == 0 and (used <= lanes or alone):
+                width, value_width = _whole(used, lanes), _whole(side_by_side, lanes)
+                rows = (heads, planes, width, value_width)
+                choices.append(KvLayout(num_kv_heads, head_dim, page_size, _known(dtype), *rows))
     return min(choices, key=lambda one: (one.page_bytes(1), -one.planes))
-
-
-def _rows(
-    num_kv_heads: int,
-    head_dim: int,
-    page_size: int,
-    dtype: str,
-    lanes: int,
-    heads_per_row: int,
-    planes: int,
-) -> KvLayout:
-    width = _whole(heads_per_row * head_dim * (3 - planes), lanes)
-    value_width = width if planes == 2 else _whole(heads_per_row * head_dim, lanes)
-    return KvLayout(
-        num_kv_heads, head_dim, page_size, _known(dtype), heads_per_row, planes, width, value_width
-    )
 
 
 def latent_layout(
