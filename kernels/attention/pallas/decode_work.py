@@ -1,0 +1,104 @@
+"""What the decode call needs of a step, and how its operands are laid out.
+
+Owns `DecodeWork` (computed once per step for all layers) and the reordering of query, new K/V and
+output rows between the model's layout and the kernel's tiles. Knows nothing of items or buffers:
+the kernel walks sequences and blocks with a cursor of its own, so nothing here grows with context.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, Num
+
+from kernels.attention.pallas.decode_blocks import DecodeShape
+from kernels.attention.pallas.tables import StepTables
+from kernels.chips import LANES
+
+SEQ_WORDS = 4  # per sequence in `DecodeWork.seqs`: length, new tokens, first token, first page row
+
+
+class DecodeWork(NamedTuple):
+    """One step's decode rows; the i-th is sequence `decode_seqs[i]`.
+
+    Attributes:
+        num_decodes: how many there are; entries past it mean nothing.
+        seqs: per row its KV length, number of new tokens, first token and first row of `pages`.
+        pages: the page table in rows of 128 ids, so that a row is one aligned transfer.
+        tokens: token number of each new token, clipped into the step.
+    """
+
+    num_decodes: Int[Array, ""]
+    seqs: Int[Array, "B4"]
+    pages: Int[Array, "X 1 128"]
+    tokens: Int[Array, "B Q"]
+
+
+def decode_work(tables: StepTables, *, num_tokens: int, decode_queries: int) -> DecodeWork:
+    """Gathers the decode rows of a step of `num_tokens` packed tokens."""
+    num_rows, width = tables.page_table.shape
+    lines = -(-width // LANES)
+    padded = jnp.pad(tables.page_table, ((0, 0), (0, lines * LANES - width)))
+    seqs = tables.decode_seqs
+    first = tables.cu_q_lens[seqs]
+    fields = (tables.kv_lens[seqs], tables.cu_q_lens[seqs + 1] - first, first, seqs * lines)
+    tokens = first[:, None] + jnp.arange(decode_queries, dtype=jnp.int32)[None, :]
+    return DecodeWork(
+        tables.num_decodes,
+        jnp.stack(fields, axis=1).reshape(-1).astype(jnp.int32),
+        padded.reshape(num_rows * lines, 1, LANES),
+        jnp.minimum(tokens, num_tokens - 1),
+    )
+
+
+def query_rows(
+    q: Float[Array, "T N Hk"], work: DecodeWork, shape: DecodeShape
+) -> Float[Array, "X R Hk"]:
+    """Queries in the kernel's row order: tile, KV head of the tile, new token, head of the group.
+
+    A plain decode step is indexed by token and, where heads fill whole tiles, is `q` itself; a
+    verify step is gathered by decode row.
+    """
+    geometry, blocks = shape.geometry, shape.blocks
+    tiles, heads = shape.num_tiles, blocks.heads_per_tile
+    queries = q[:, None] if blocks.decode_queries == 1 else q[work.tokens]
+    count, num_new, _, width = queries.shape
+    split = queries.reshape(count, num_new, tiles, heads, geometry.group, width)
+    ordered = split.transpose(0, 2, 3, 1, 4, 5).reshape(count, tiles, -1, width)
+    padding = shape.tile_rows - ordered.shape[2]
+    if padding:
+        ordered = jnp.pad(ordered, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    return ordered.reshape(count, shape.num_rows, width)
+
+
+def output_rows(rows: Float[Array, "B R Hv"], shape: DecodeShape) -> Float[Array, "BQ N Hv"]:
+    """The inverse of `query_rows` for the kernel's output."""
+    geometry, blocks = shape.geometry, shape.blocks
+    tiles, heads, num_new = shape.num_tiles, blocks.heads_per_tile, blocks.decode_queries
+    count, _, width = rows.shape
+    used = heads * shape.rows_per_head
+    dense = rows.reshape(count, tiles, shape.tile_rows, width)[:, :, :used]
+    split = dense.reshape(count, tiles, heads, num_new, geometry.group, width)
+    return split.transpose(0, 3, 1, 2, 4, 5).reshape(count * num_new, geometry.num_q_heads, width)
+
+
+def new_kv_rows(
+    k_new: Num[Array, "T K Hk"],
+    v_new: Num[Array, "T K Hk"] | None,
+    work: DecodeWork,
+    shape: DecodeShape,
+) -> Int[Array, "X R Hk"]:
+    """New K and V as 32-bit words that hold the value once per cache row sharing the word.
+
+    The kernel merges a word under a mask of bits, whatever the row's place in it: narrow types
+    need no shifting between rows.
+    """
+    planes = k_new if v_new is None else jnp.concatenate([k_new, v_new], axis=1)
+    bits = jax.lax.bitcast_convert_type(planes, jnp.dtype(f"uint{32 // shape.packing}"))
+    repeated = {1: 1, 2: 0x0001_0001, 4: 0x0101_0101}[shape.packing]
+    words = (bits.astype(jnp.uint32) * jnp.uint32(repeated)).astype(jnp.int32)
+    if shape.blocks.decode_queries == 1:
+        return words
+    return words[work.tokens].reshape(work.tokens.shape[0], shape.new_rows, -1)
