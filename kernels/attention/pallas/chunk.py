@@ -36,13 +36,31 @@ from kernels.attention.pallas import chunk_step as steps
 from kernels.attention.pallas.chunk_blocks import (
     IDS_PER_WINDOW,
     ChunkBlocks,
+    candidate_blocks,
+    check_blocks,
+    default_blocks,
     itemsize,
     num_bands,
     row_tile,
+    smem_bytes,
     vmem_buffers,
+    vmem_bytes,
+    vmem_limit,
 )
-from kernels.attention.pallas.chunk_work import ChunkWork, Item
+from kernels.attention.pallas.chunk_work import ChunkWork, Item, chunk_work
 from kernels.attention.pallas.tables import LayerData
+
+__all__ = [
+    "ChunkBlocks",
+    "ChunkWork",
+    "candidate_blocks",
+    "check_blocks",
+    "chunk_attention",
+    "chunk_work",
+    "default_blocks",
+    "smem_bytes",
+    "vmem_bytes",
+]
 
 
 def chunk_attention(
@@ -105,7 +123,9 @@ def chunk_attention(
             scratch_shapes=_scratch(geometry, blocks),
         ),
         input_output_aliases={len(prefetched) + 4: 1},
-        compiler_params=pltpu.CompilerParams(disable_bounds_checks=True),
+        compiler_params=pltpu.CompilerParams(
+            disable_bounds_checks=True, vmem_limit_bytes=vmem_limit(geometry, scoring, blocks)
+        ),
         cost_estimate=_cost(q, cache, work, geometry),
         interpret=interpret,
         name="chunk_attention",
@@ -120,7 +140,8 @@ def _scratch(geometry: Geometry, blocks: ChunkBlocks) -> list[Any]:
         *(pltpu.VMEM(shape, jnp.dtype(dtype)) for shape, dtype in buffers),
         pltpu.SMEM((1, IDS_PER_WINDOW), jnp.int32),
         pltpu.SMEM((1, IDS_PER_WINDOW), jnp.int32),
-        pltpu.SMEM((8,), jnp.int32),
+        pltpu.SMEM((copies.CURSOR_WORDS,), jnp.int32),
+        pltpu.SMEM((blocks.kv_slots, 8), jnp.int32),
         *(dma((count,)) for count in (blocks.kv_slots, 2, 2)),
         *(dma(()) for _ in range(5)),
     ]
@@ -161,7 +182,7 @@ def _name_refs(
     hbm_out, cache = take(2)
     names = list(vmem_buffers(geometry, blocks))
     vmem = dict(zip(names, take(len(names)), strict=True))
-    ids, tile_ids, cursor = take(3)
+    ids, tile_ids, cursor, ring = take(4)
     sem_names = ("kv", "q", "edges", "ids", "out", "fresh", "tile_ids", "tiles")
     return copies.Memory(
         geometry=geometry,
@@ -189,6 +210,7 @@ def _name_refs(
         ids=ids,
         tile_ids=tile_ids,
         cursor=cursor,
+        ring=ring,
         sems=dict(zip(sem_names, refs, strict=True)),
     )
 
@@ -201,7 +223,7 @@ def _run(mem: copies.Memory) -> None:
         real = index < num_items
         item = mem.item(jnp.minimum(index, num_items - 1))
         pl.when(real)(lambda: _begin_item(mem, index, item))
-        run_block = functools.partial(_run_block, mem, index, item)
+        run_block = functools.partial(_run_block, mem, index)
         state = lax.fori_loop(0, jnp.where(real, item.num_blocks, 1), run_block, state)
         pl.when(real)(lambda: copies.write_fresh(mem, index, item))
         return state
@@ -215,9 +237,11 @@ def _run(mem: copies.Memory) -> None:
 
 def _begin(mem: copies.Memory) -> None:
     """Fills the pipe: page ids, queries and KV blocks of the first items."""
-    for word in range(6):
+    for word in range(8):
         mem.cursor[word] = -1 if word == copies.IDS_ROW else 0
+    mem.cursor[copies.HIDING] = 1
     copies.query_copy(mem, mem.item(0), 0).start()
+    copies.put_cursor(mem, 0)
     copies.start_ids(mem)
 
     @pl.loop(0, mem.blocks.kv_slots - 1)
@@ -235,31 +259,15 @@ def _begin_item(mem: copies.Memory, index: Any, item: Item) -> None:
 
 
 def _run_block(
-    mem: copies.Memory, index: Any, item: Item, nth: Any, state: tuple[Any, Any, Any]
+    mem: copies.Memory, index: Any, nth: Any, state: tuple[Any, Any, Any]
 ) -> tuple[Any, Any, Any]:
     """All steps of one KV block; `state` is (slot, slot and group of the step before)."""
     slot = state[0]
     real = index < mem.work.num_items
-    block = mem.block(item, nth)
-    masked = block.masked & real
-
-    @pl.when(real)
-    def _() -> None:
-        copies.wait_for_block(mem, block, slot)
-
-        @pl.when((block.low > 0) | (block.high < mem.blocks.kv_block))
-        def _() -> None:
-            steps.clear_values(mem, block, slot)
-
-    pl.when(masked)(lambda: steps.mark_places(mem, block))
+    pl.when(real)(lambda: _prepare_block(mem, slot))
 
     def run_step(group: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
-        def go(with_mask: bool) -> None:
-            now = (slot, group)
-            steps.step(mem, before, now, index & 1, item, block, masked=with_mask)
-
-        pl.when(masked)(lambda: go(True))
-        pl.when(~masked)(lambda: go(False))
+        steps.step(mem, before, (slot, group), index & 1)
 
         # The block before is done with; so is the item before, at an item's first block.
         @pl.when(group == 0)
@@ -274,15 +282,39 @@ def _run_block(
     return (jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1), *before)
 
 
+def _prepare_block(mem: copies.Memory, slot: Any) -> None:
+    """Waits for a block, and clears and hides what no query may see."""
+    ring, cursor = mem.ring, mem.cursor
+    copies.wait_for_block(mem, slot)
+    low, high = ring[slot, copies.LOW], ring[slot, copies.HIGH]
+    masked = ring[slot, copies.MASKED] == 1
+
+    @pl.when(((low > 0) | (high < mem.blocks.kv_block)) & (mem.geometry.kv_dtype != "int8"))
+    def _() -> None:
+        steps.clear_rows(mem, slot)
+
+    @pl.when(masked)
+    def _() -> None:
+        steps.mark_seen(mem, slot)
+        cursor[copies.HIDING] = 1
+
+    @pl.when(~masked & (cursor[copies.HIDING] == 1))
+    def _() -> None:
+        steps.mark_all_seen(mem)
+        cursor[copies.HIDING] = 0
+
+
 def _turn_over(mem: copies.Memory, index: Any) -> None:
-    """Sends the item before, if there is one, and empties the bands for this one."""
+    """Sends the item before, if there is one, and empties the bands for this one.
+
+    What is finished before the first item is nobody's, and not sent.
+    """
     before = jnp.maximum(index - 1, 0)
     parity = before & 1
 
     @pl.loop(0, num_bands(mem.geometry, mem.blocks))
     def _(band: Any) -> None:
-        pl.when(index > 0)(lambda: steps.finish(mem, band, parity))
-        steps.reset(mem, band)
+        steps.finish(mem, band, parity)
 
     @pl.when(index > 0)
     def _() -> None:

@@ -6,7 +6,7 @@ nothing of how they are filled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -89,9 +89,8 @@ def vmem_buffers(geometry: Geometry, blocks: ChunkBlocks) -> dict[str, tuple[tup
         "scores": ((step, blocks.kv_block, columns), "float32"),
         "block_top": ((step, SUBLANES, columns), "float32"),
         "top": ((bands, SUBLANES, columns), "float32"),
-        "denominator": ((bands, SUBLANES, columns), "float32"),
-        "acc": ((bands, value, columns), "float32"),
-        "places": ((blocks.kv_block, LANES), "int32"),
+        "acc": ((bands, value + SUBLANES, columns), "float32"),
+        "unseen": ((blocks.kv_block, max(blocks.q_tokens, LANES)), "float32"),
         "fresh": ((planes, heads, blocks.q_tokens + tile, key), kv),
         "shifted": ((planes, heads, blocks.q_tokens + tile, key), kv),
         "edges": ((2, planes, heads, tile, key), kv),
@@ -106,7 +105,7 @@ def _padded(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 def smem_bytes(num_items: int, num_rows: int) -> int:
     """Bytes of scalar memory: two words per item, five per row, two windows of page ids."""
-    return 4 * (2 * num_items + 5 * num_rows + 2 * IDS_PER_WINDOW + 32)
+    return 4 * (2 * num_items + 5 * num_rows + 2 * IDS_PER_WINDOW + 256)
 
 
 def check_blocks(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks, chip: Chip) -> None:
@@ -143,8 +142,13 @@ def _misfit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks, chip: Chi
 
 
 def usable_vmem(chip: Chip) -> int:
-    """What a kernel may take: the compiler keeps an eighth for spills and its own scratch."""
+    """What the buffers may take: the compiler keeps an eighth for spills and its own scratch."""
     return chip.vmem_bytes * 7 // 8
+
+
+def vmem_limit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks) -> int:
+    """What the compiler is told it may take; within the chip if `usable_vmem` holds."""
+    return vmem_bytes(geometry, scoring, blocks) * 8 // 7
 
 
 def default_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> ChunkBlocks:
@@ -155,16 +159,19 @@ def default_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> ChunkBlo
 def candidate_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> list[ChunkBlocks]:
     """Block choices that fit the chip, the one expected to be fastest first.
 
-    A step's score matrix of `TARGET` elements keeps the matrix units busy long enough to hide a
-    step's ramp; queries of 256 tokens keep a KV byte busy for 1,024 FLOP of 4 heads.
+    A step of few score elements leaves the matrix units waiting at both its ends; one of more than
+    `STEP_SCORES` elements takes long to compile. Blocks of 256 tokens and positions come first:
+    finer ones turn more key bytes and more ramp into the same work, coarser ones compute more
+    pairs beyond the causal diagonal.
     """
+    wanted = STEP_SCORES.get(chip.name, STEP_SCORES["default"])
     found = []
     for q_tokens in (256, 128, 64, 32, 16):
         for kv_block in (256, 512, 1024, 128, 64, 32):
             band_heads = _widest_band(geometry.group, q_tokens)
             per_band = band_heads * q_tokens * kv_block
             bands = geometry.num_q_heads // band_heads
-            step = max((s for s in _divisors(bands) if s * per_band <= STEP_SCORES), default=1)
+            step = max((s for s in _divisors(bands) if s * per_band <= wanted), default=1)
             for slots in (4, 3, 2):
                 blocks = ChunkBlocks(q_tokens, kv_block, slots, band_heads, step)
                 if not _misfit(geometry, scoring, blocks, chip):
@@ -172,12 +179,13 @@ def candidate_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> list[C
                     break
     if not found:
         raise ValueError(f"no blocks of the chunk kernel fit {chip.name} for {geometry}")
-    shortfall = lambda b: max(0, STEP_SCORES - b.step_bands * b.columns * b.kv_block)  # noqa: E731
+    shortfall = lambda b: max(0, wanted - b.step_bands * b.columns * b.kv_block)  # noqa: E731
     return sorted(found, key=shortfall)
 
 
-# Elements of a step's score matrix: 16 tiles of 256 x 256.
-STEP_SCORES = 1 << 20
+# Score elements of a step. The matrix units need some 260 cycles at a step's ends (weights in, last
+# results out): 16 tiles of 256 x 256 hide them well enough on v6e, a v7x needs 32 for 55 % of peak.
+STEP_SCORES = {"default": 1 << 20, "tpu7x": 1 << 21}
 # Columns of a band beyond which nothing is gained.
 BAND_COLUMNS = 1024
 
@@ -190,14 +198,3 @@ def _widest_band(group: int, q_tokens: int) -> int:
     fitting = [d for d in _divisors(group) if d * q_tokens <= max(BAND_COLUMNS, q_tokens)]
     whole = [d for d in fitting if d * q_tokens % LANES == 0]
     return max(whole or fitting)
-
-
-__all__ = [
-    "ChunkBlocks",
-    "candidate_blocks",
-    "check_blocks",
-    "default_blocks",
-    "replace",
-    "smem_bytes",
-    "vmem_bytes",
-]

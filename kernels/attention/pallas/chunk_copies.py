@@ -28,8 +28,12 @@ from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas.chunk_blocks import IDS_PER_WINDOW, ChunkBlocks, row_tile
 from kernels.attention.pallas.chunk_work import ChunkWork, Item, KvBlock, block_at, item_at
 
-# Words of the cursor in scalar memory.
-NEXT_ITEM, NEXT_BLOCK, NEXT_SLOT, IDS_ROW, IDS_ON_THEIR_WAY, TILES_ON_THEIR_WAY = range(6)
+# Words of the cursor in scalar memory; the item under it follows them.
+NEXT_ITEM, NEXT_BLOCK, NEXT_SLOT, IDS_ROW, IDS_ON_THEIR_WAY, TILES_ON_THEIR_WAY, HIDING = range(7)
+CURSOR_WORDS = 8 + len(Item._fields)
+# Words that describe the block in a KV slot. A whole block is full, or one transfer at any rate;
+# the own row is that of the query block's first token.
+WHOLE, POSITION, LOW, HIGH, MASKED, OWN_ROW = range(6)
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,7 @@ class Memory:
     ids: Any
     tile_ids: Any
     cursor: Any
+    ring: Any
     sems: dict[str, Any]
 
     @property
@@ -59,7 +64,7 @@ class Memory:
 
     @property
     def page_shift(self) -> int:
-        return self.geometry.page_size.bit_length() - 1
+        return _log2(self.geometry.page_size)
 
     def item(self, index: Any) -> Item:
         sizes = dict(q_tokens=self.blocks.q_tokens, kv_block=self.blocks.kv_block)
@@ -77,39 +82,39 @@ class Memory:
 # --- KV blocks -------------------------------------------------------------------------------
 
 
-def _context_copies(
-    mem: Memory, block: KvBlock, slot: Any, page_of: Callable, act: Callable
+def _partial_copies(
+    mem: Memory, slot: Any, page_of: Callable[[Any], Any], act: Callable[[Any], None]
 ) -> None:
     """Calls `act` on every copy of a context block: whole pages, then tiles of the last one."""
     piece = min(mem.geometry.page_size, mem.blocks.kv_block)
-    whole = block.high >> (piece.bit_length() - 1)
-    tile_shift = mem.tile.bit_length() - 1
+    low, high = mem.ring[slot, LOW], mem.ring[slot, HIGH]
+    piece_shift, tile_shift = _log2(piece), _log2(mem.tile)
+    whole = high >> piece_shift
 
-    def copy(first_row: Any, rows: int) -> None:
-        first_row = pl.multiple_of(first_row, mem.tile)
-        position = block.position + first_row
-        act(
-            pltpu.make_async_copy(
-                mem.page_rows(page_of(position), position, rows),
-                mem.vmem["kv"].at[slot, :, :, pl.ds(first_row, rows), :],
-                mem.sems["kv"].at[slot],
-            )
-        )
-
-    @pl.loop(block.low >> (piece.bit_length() - 1), whole)
+    @pl.loop(low >> piece_shift, whole)
     def _(i: Any) -> None:
-        copy(i * piece, piece)
+        act(_rows_copy(mem, slot, i * piece, piece, page_of))
 
-    @pl.loop(
-        whole << (piece - 1).bit_length() >> tile_shift, (block.high + mem.tile - 1) >> tile_shift
+    @pl.loop(whole << (piece_shift - tile_shift), (high + mem.tile - 1) >> tile_shift)
+    def _(i: Any) -> None:
+        act(_rows_copy(mem, slot, i * mem.tile, mem.tile, page_of))
+
+
+def _rows_copy(
+    mem: Memory, slot: Any, first_row: Any, rows: int, page_of: Callable[[Any], Any]
+) -> Any:
+    first_row = pl.multiple_of(first_row, mem.tile)
+    position = mem.ring[slot, POSITION] + first_row
+    return pltpu.make_async_copy(
+        mem.page_rows(page_of(position), position, rows),
+        mem.vmem["kv"].at[slot, :, :, pl.ds(first_row, rows), :],
+        mem.sems["kv"].at[slot],
     )
-    def _(i: Any) -> None:
-        copy(i * mem.tile, mem.tile)
 
 
-def _new_copy(mem: Memory, block: KvBlock, slot: Any) -> Any:
+def _new_copy(mem: Memory, token: Any, slot: Any) -> Any:
     # One tile of padding stands in front of the first token.
-    row = pl.multiple_of(block.token + mem.tile, mem.tile)
+    row = pl.multiple_of(token + mem.tile, mem.tile)
     return pltpu.make_async_copy(
         mem.hbm_new.at[:, :, pl.ds(row, mem.blocks.kv_block), :],
         mem.vmem["kv"].at[slot],
@@ -117,14 +122,17 @@ def _new_copy(mem: Memory, block: KvBlock, slot: Any) -> Any:
     )
 
 
-def wait_for_block(mem: Memory, block: KvBlock, slot: Any) -> None:
-    @pl.when(block.is_new)
-    def _() -> None:
-        _new_copy(mem, block, slot).wait()
+def wait_for_block(mem: Memory, slot: Any) -> None:
+    whole = mem.ring[slot, WHOLE] == 1
 
-    @pl.when(~block.is_new)
+    @pl.when(whole)
     def _() -> None:
-        _context_copies(mem, block, slot, lambda _: 0, lambda copy: copy.wait())
+        # Several transfers count the same bytes as this one.
+        _new_copy(mem, 0, slot).wait()
+
+    @pl.when(~whole)
+    def _() -> None:
+        _partial_copies(mem, slot, lambda _: 0, lambda copy: copy.wait())
 
 
 def start_next_block(mem: Memory) -> None:
@@ -133,28 +141,61 @@ def start_next_block(mem: Memory) -> None:
 
     @pl.when(cursor[NEXT_ITEM] < mem.work.num_items)
     def _() -> None:
-        item = mem.item(cursor[NEXT_ITEM])
+        item = _item_under_cursor(mem)
         nth, slot = cursor[NEXT_BLOCK], cursor[NEXT_SLOT]
         block = mem.block(item, nth)
+        full = (block.low == 0) & (block.high == mem.blocks.kv_block)
+        own_row = item.position(item.q_start) - block.position
+        flags = [flag.astype(jnp.int32) for flag in (block.is_new | full, block.masked)]
+        words = (flags[0], block.position, block.low, block.high, flags[1], own_row)
+        for name, word in enumerate(words):
+            mem.ring[slot, name] = word
 
         @pl.when(block.is_new)
         def _() -> None:
-            _new_copy(mem, block, slot).start()
+            _new_copy(mem, block.token, slot).start()
 
         @pl.when(~block.is_new)
         def _() -> None:
-            _wait_for_ids(mem)
-
-            def page_of(position: Any) -> Any:
-                return mem.ids[0, (position >> mem.page_shift) & (IDS_PER_WINDOW - 1)]
-
-            _context_copies(mem, block, slot, page_of, lambda copy: copy.start())
+            _start_context(mem, slot, full)
 
         is_last = nth + 1 == item.num_blocks
-        cursor[NEXT_ITEM] += is_last.astype(jnp.int32)
         cursor[NEXT_BLOCK] = jnp.where(is_last, 0, nth + 1)
         cursor[NEXT_SLOT] = jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1)
+        pl.when(is_last)(lambda: put_cursor(mem, cursor[NEXT_ITEM] + 1))
         start_ids(mem)
+
+
+def _start_context(mem: Memory, slot: Any, full: Any) -> None:
+    _wait_for_ids(mem)
+    piece = min(mem.geometry.page_size, mem.blocks.kv_block)
+
+    def page_of(position: Any) -> Any:
+        return mem.ids[0, (position >> mem.page_shift) & (IDS_PER_WINDOW - 1)]
+
+    @pl.when(full)
+    def _() -> None:
+        for row in range(0, mem.blocks.kv_block, piece):
+            _rows_copy(mem, slot, row, piece, page_of).start()
+
+    @pl.when(~full)
+    def _() -> None:
+        _partial_copies(mem, slot, page_of, lambda copy: copy.start())
+
+
+def put_cursor(mem: Memory, index: Any) -> None:
+    """Puts the cursor at an item."""
+    mem.cursor[NEXT_ITEM] = index
+
+    @pl.when(index < mem.work.num_items)
+    def _() -> None:
+        for i, word in enumerate(mem.item(index)):
+            mem.cursor[8 + i] = word.astype(jnp.int32)
+
+
+def _item_under_cursor(mem: Memory) -> Item:
+    words = Item(*(mem.cursor[8 + i] for i in range(len(Item._fields))))
+    return words._replace(is_first=words.is_first == 1, is_last=words.is_last == 1)
 
 
 def start_ids(mem: Memory) -> None:
@@ -163,10 +204,10 @@ def start_ids(mem: Memory) -> None:
 
     @pl.when(cursor[NEXT_ITEM] < mem.work.num_items)
     def _() -> None:
-        item = mem.item(cursor[NEXT_ITEM])
+        item = _item_under_cursor(mem)
         block = mem.block(item, cursor[NEXT_BLOCK])
         windows = mem.work.page_ids.shape[0] // mem.work.kv_lens.shape[0]
-        row = item.seq * windows + (block.position >> mem.page_shift) // IDS_PER_WINDOW
+        row = item.seq * windows + (block.position >> mem.page_shift >> _log2(IDS_PER_WINDOW))
 
         @pl.when(~block.is_new & (row != cursor[IDS_ROW]))
         def _() -> None:
@@ -180,6 +221,10 @@ def _wait_for_ids(mem: Memory) -> None:
     def _() -> None:
         mem.cursor[IDS_ON_THEIR_WAY] = 0
         pltpu.make_async_copy(mem.work.page_ids.at[0], mem.ids, mem.sems["ids"]).wait()
+
+
+def _log2(size: int) -> int:
+    return size.bit_length() - 1
 
 
 # --- queries and outputs ---------------------------------------------------------------------
@@ -251,7 +296,6 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
 
     first_position = item.position(jnp.maximum(item.q_start, item.first))
     base = first_position & -tile
-    rows = mem.blocks.q_tokens + tile
     turn = base - item.start + item.first - (item.q_start - tile)
     stop = item.position(item.end)
     last_tile = ((stop - 1) & -tile) - base
@@ -264,13 +308,12 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
     @pl.loop(0, geometry.num_planes * geometry.num_kv_heads)
     def _(i: Any) -> None:
         plane, head = i // geometry.num_kv_heads, i % geometry.num_kv_heads
-        # Only 32-bit rows can be turned by any number.
-        turned = pltpu.roll(vmem["fresh"][plane, head].astype(jnp.float32), rows - turn, 0)
-        vmem["shifted"][plane, head] = turned.astype(vmem["shifted"].dtype)
+        vmem["shifted"][plane, head] = _turn(vmem["fresh"][plane, head], turn)
 
         @pl.when(item.is_first)
         def _() -> None:
-            vmem["held"][plane, head] = merged(turned[:tile], vmem["edges"][0, plane, head], base)
+            new = vmem["shifted"][plane, head, :tile, :].astype(jnp.float32)
+            vmem["held"][plane, head] = merged(new, vmem["edges"][0, plane, head], base)
 
         @pl.when(item.is_last)
         def _() -> None:
@@ -280,6 +323,24 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
             vmem["shifted"][plane, head, edge, :] = merged(new, old, base + last_tile)
 
     _send_tiles(mem, item, first_position, base)
+
+
+def _turn(rows: jax.Array, by: Any) -> jax.Array:
+    """Moves rows up by a number known at run time, round the end.
+
+    Registers are turned in words of 32 bits, which hold several rows of a narrow dtype: the words
+    go up by the whole words in `by`, then bits move between neighbours for the rest.
+    """
+    per_word = 4 // rows.dtype.itemsize
+    words = pltpu.bitcast(rows, jnp.uint32)
+    count = words.shape[0]
+    words = pltpu.roll(words, count - (by >> _log2(per_word)), 0)
+    if per_word > 1:
+        bits = ((by & (per_word - 1)) * (32 // per_word)).astype(jnp.uint32)
+        above = pltpu.roll(words, count - 1, 0)
+        # Two shifts, since one by 32 means nothing.
+        words = (words >> bits) | ((above << (31 - bits)) << 1)
+    return pltpu.bitcast(words, rows.dtype)
 
 
 def _tile_copy(mem: Memory, source: Any, page: Any, position: Any) -> Any:

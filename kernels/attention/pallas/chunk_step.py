@@ -3,7 +3,8 @@
 Everything is transposed: a score matrix is `[kv_block, columns]`, an accumulator `[Hv, columns]`,
 where a column is one query head of one token. On matrix units 256 wide this fills the contraction
 of `V^T P^T` entirely and that of `K Q^T` half; the plain orientation fills half of both.
-Row maxima then run over vector registers and only at the end over sublanes.
+Maxima then run over vector registers and only at the end over sublanes, and rows of ones below
+`V^T` make the denominators rows of the accumulator.
 
 Scores are in powers of two (queries come in multiplied by log2(e)), since that is what the
 hardware exponentiates.
@@ -20,15 +21,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from kernels.attention.pallas.chunk_blocks import TILE_COLUMNS, compute_dtype
-from kernels.attention.pallas.chunk_copies import Memory
-from kernels.attention.pallas.chunk_work import UNBOUNDED, Item, KvBlock
+from kernels.attention.pallas.chunk_copies import HIGH, LOW, OWN_ROW, Memory
+from kernels.attention.pallas.chunk_work import UNBOUNDED
 from kernels.chips import LANES, SUBLANES
 
 LOG2_E = math.log2(math.e)
 # Stands for "not seen"; finite, so that a column that has seen nothing yet holds no NaN.
 UNSEEN = -1e30
-# A row number no query reaches.
-NOWHERE = 1 << 30
+# Rows of a bf16 register: the least a matrix unit takes.
+BF16_ROWS = 2 * SUBLANES
 
 
 def query_factor(scale: float, soft_cap: float | None) -> float:
@@ -36,24 +37,40 @@ def query_factor(scale: float, soft_cap: float | None) -> float:
     return scale * LOG2_E if soft_cap is None else scale / soft_cap
 
 
-def mark_places(mem: Memory, block: KvBlock) -> None:
-    """Notes for each row of a block its number, or that it isn't a position to be seen."""
-    row = lax.broadcasted_iota(jnp.int32, (mem.blocks.kv_block, LANES), 0)
-    valid = (row >= block.low) & (row < block.high)
-    mem.vmem["places"][...] = jnp.where(valid, row, NOWHERE)
+def mark_seen(mem: Memory, slot: Any) -> None:
+    """Notes which rows of a block each token sees, as what is added to scores: 0 or `UNSEEN`."""
+    width, rows = max(mem.blocks.q_tokens, LANES), mem.blocks.kv_block
+    row = lax.broadcasted_iota(jnp.int32, (rows, width), 0)
+    token = lax.broadcasted_iota(jnp.int32, (rows, width), 1) & (mem.blocks.q_tokens - 1)
+    own = token + mem.ring[slot, OWN_ROW]
+    visible = (row <= own) & (row >= mem.ring[slot, LOW]) & (row < mem.ring[slot, HIGH])
+    if mem.scoring.has_window:
+        visible &= row > own - jnp.where(mem.window > 0, mem.window, UNBOUNDED)
+    mem.vmem["unseen"][...] = jnp.where(visible, 0.0, UNSEEN)
 
 
-def clear_values(mem: Memory, block: KvBlock, slot: Any) -> None:
-    """Zeroes the values of rows that hold no position: a weight of 0 doesn't stop a NaN."""
-    rows, kv = mem.blocks.kv_block, mem.vmem["kv"]
-    row = lax.broadcasted_iota(jnp.int32, (rows, mem.geometry.key_width), 0)
-    valid = (row >= block.low) & (row < block.high)
+def mark_all_seen(mem: Memory) -> None:
+    mem.vmem["unseen"][...] = jnp.zeros(mem.vmem["unseen"].shape, jnp.float32)
 
-    @pl.loop(0, mem.geometry.num_kv_heads)
-    def _(head: Any) -> None:
-        values = kv[slot, mem.geometry.num_planes - 1, head].astype(jnp.float32)
-        kept = jnp.where(valid, values, 0.0).astype(kv.dtype)
-        kv[slot, mem.geometry.num_planes - 1, head] = kept
+
+def clear_rows(mem: Memory, slot: Any) -> None:
+    """Zeroes the rows that hold no position to be seen: neither bias nor weight stops a NaN."""
+    low, high, tile = mem.ring[slot, LOW], mem.ring[slot, HIGH], mem.tile
+    geometry, kv = mem.geometry, mem.vmem["kv"]
+    shift = tile.bit_length() - 1
+
+    def clear_tile(i: Any) -> None:
+        at = pl.multiple_of(i * tile, tile)
+        row = at + lax.broadcasted_iota(jnp.int32, (tile, geometry.key_width), 0)
+        valid = (row >= low) & (row < high)
+        for plane in range(geometry.num_planes):
+            for head in range(geometry.num_kv_heads):
+                rows = kv[slot, plane, head, pl.ds(at, tile), :].astype(jnp.float32)
+                kept = jnp.where(valid, rows, 0.0).astype(kv.dtype)
+                kv[slot, plane, head, pl.ds(at, tile), :] = kept
+
+    pl.loop(0, (low + tile - 1) >> shift)(clear_tile)
+    pl.loop(high >> shift, mem.blocks.kv_block // tile)(clear_tile)
 
 
 def _kv_head(mem: Memory, group: Any, nth: int) -> Any:
@@ -97,19 +114,13 @@ def score(mem: Memory, group: Any, nth: int, tile: slice, slot: Any, parity: Any
     return scores
 
 
-def seen(mem: Memory, item: Item, block: KvBlock, tile: slice) -> jax.Array:
-    """Which rows of a block each column sees: nothing later than its token, all in the window."""
-    size = tile.stop - tile.start
-    column = tile.start + lax.broadcasted_iota(jnp.int32, (SUBLANES, size), 1)
-    token = item.q_start + (column & (mem.blocks.q_tokens - 1))
-    own_row = item.position(token) - block.position
-    places = mem.vmem["places"][...]
-    places = _by_sublane(jnp.concatenate([places] * (size // LANES), axis=1))
-    visible = places <= own_row[None]
-    if mem.scoring.has_window:
-        window = jnp.where(mem.window > 0, mem.window, UNBOUNDED)
-        visible &= places > (own_row - window)[None]
-    return visible.reshape(mem.blocks.kv_block, size)
+def unseen(mem: Memory, tile: slice) -> jax.Array:
+    """What hides the rows of a block from the columns of a tile; heads take turns in columns."""
+    size, bias = tile.stop - tile.start, mem.vmem["unseen"]
+    width = bias.shape[1]
+    if size > width:
+        return jnp.concatenate([bias[...]] * (size // width), axis=1)
+    return bias[:, tile.start % width : tile.start % width + size]
 
 
 def keep_scores(mem: Memory, nth: int, tile: slice, scores: jax.Array) -> None:
@@ -120,7 +131,7 @@ def keep_scores(mem: Memory, nth: int, tile: slice, scores: jax.Array) -> None:
 
 
 def weigh(mem: Memory, group: Any, nth: int, tile: slice) -> tuple[jax.Array, jax.Array]:
-    """Turns the scores left by the step before into weights; updates maxima and denominators.
+    """Turns the scores left by the step before into weights; updates the maxima.
 
     Returns the weights and what older sums shrink by.
     """
@@ -130,38 +141,29 @@ def weigh(mem: Memory, group: Any, nth: int, tile: slice) -> tuple[jax.Array, ja
     shrink = jnp.exp2(old - top)
     vmem["top"][band, :, tile] = top
     weights = jnp.exp2(_by_sublane(vmem["scores"][nth, :, tile]) - top[None])
-    denominator = vmem["denominator"]
-    denominator[band, :, tile] = denominator[band, :, tile] * shrink + jnp.sum(weights, axis=0)
     weights = weights.reshape(mem.blocks.kv_block, top.shape[1])
     return weights.astype(compute_dtype(mem.geometry)), shrink
 
 
 def values_of(mem: Memory, group: Any, nth: int, slot: Any) -> jax.Array:
-    """`[Hv, kv_block]`: a block's values, transposed."""
-    plane = mem.geometry.num_planes - 1
+    """`[Hv + 16, kv_block]`: a block's values, transposed; the ones below sum up the weights."""
+    plane, dtype = mem.geometry.num_planes - 1, compute_dtype(mem.geometry)
     values = mem.vmem["kv"][slot, plane, _kv_head(mem, group, nth)]
-    return values[:, : mem.geometry.value_width].astype(compute_dtype(mem.geometry)).T
+    values = values[:, : mem.geometry.value_width].astype(dtype).T
+    ones = jnp.ones((BF16_ROWS, mem.blocks.kv_block), dtype)
+    return jnp.concatenate([values, ones], axis=0)
 
 
 def accumulate(
     mem: Memory, band: Any, tile: slice, values: jax.Array, weights: jax.Array, shrink: jax.Array
 ) -> None:
     acc = mem.vmem["acc"]
-    added = _matmul(values, weights, (1, 0))
+    added = _matmul(values, weights, (1, 0))[: acc.shape[1]]
     older = (_by_sublane(acc[band, :, tile]) * shrink[None]).reshape(added.shape)
     acc[band, :, tile] = older + added
 
 
-def step(
-    mem: Memory,
-    before: tuple[Any, Any],
-    now: tuple[Any, Any],
-    parity: Any,
-    item: Item,
-    block: KvBlock,
-    *,
-    masked: bool,
-) -> None:
+def step(mem: Memory, before: tuple[Any, Any], now: tuple[Any, Any], parity: Any) -> None:
     """Scores `now` = (slot, group) and, in the same stretch of code, finishes `before`.
 
     Per tile: the old scores are read, then overwritten by new ones; the product with the values
@@ -173,9 +175,7 @@ def step(
         for tile in _tiles(mem):
             weights, shrink = weigh(mem, before[1], nth, tile)
             scores = score(mem, now[1], nth, tile, now[0], parity)
-            if masked:
-                scores = jnp.where(seen(mem, item, block, tile), scores, UNSEEN)
-            keep_scores(mem, nth, tile, scores)
+            keep_scores(mem, nth, tile, scores + unseen(mem, tile))
             if pending is not None:
                 accumulate(mem, *pending)
             band = before[1] * mem.blocks.step_bands + nth
@@ -184,26 +184,19 @@ def step(
     accumulate(mem, *pending)
 
 
-def reset(mem: Memory, band: Any) -> None:
-    """An empty band: nothing seen, or the sink alone."""
-    vmem, shape = mem.vmem, mem.vmem["top"].shape[1:]
-    vmem["acc"][band] = jnp.zeros(vmem["acc"].shape[1:], jnp.float32)
-    if mem.sinks is None:
-        vmem["top"][band] = jnp.full(shape, UNSEEN, jnp.float32)
-        vmem["denominator"][band] = jnp.zeros(shape, jnp.float32)
-    else:
-        vmem["top"][band] = jnp.broadcast_to(mem.sinks[band], shape)
-        # Denominators are kept per sublane and summed at the end: the sink counts once.
-        first = lax.broadcasted_iota(jnp.int32, shape, 0) == 0
-        vmem["denominator"][band] = jnp.where(first, 1.0, 0.0)
-
-
 def finish(mem: Memory, band: Any, parity: Any) -> None:
-    """Divides one band's sums and lays them out as tokens."""
-    vmem, blocks = mem.vmem, mem.blocks
-    denominator = jnp.sum(vmem["denominator"][band], axis=0, keepdims=True)
-    out = vmem["acc"][band] * (1.0 / denominator)
-    out = out.astype(vmem["out"].dtype).T
+    """Divides one band's sums, lays them out as tokens, and empties the band for the next item."""
+    vmem, blocks, width = mem.vmem, mem.blocks, mem.geometry.value_width
+    acc = vmem["acc"]
+    denominator = acc[band, width : width + SUBLANES]
+    out = _by_sublane(acc[band, :width]) * (1.0 / denominator)[None]
+    out = out.reshape(width, blocks.columns).astype(vmem["out"].dtype).T
     heads = pl.ds(band * blocks.band_heads, blocks.band_heads)
-    shape = (blocks.band_heads, blocks.q_tokens, mem.geometry.value_width)
-    vmem["out"][parity, heads, :, :] = out.reshape(shape)
+    vmem["out"][parity, heads, :, :] = out.reshape(blocks.band_heads, blocks.q_tokens, width)
+
+    # Nothing seen yet, or the sink alone, which weighs 1 against itself.
+    seen_first = 0.0 if mem.sinks is None else 1.0
+    acc[band, :width] = jnp.zeros((width, blocks.columns), jnp.float32)
+    acc[band, width:] = jnp.full((SUBLANES, blocks.columns), seen_first, jnp.float32)
+    top = UNSEEN if mem.sinks is None else mem.sinks[band]
+    vmem["top"][band] = jnp.broadcast_to(top, vmem["top"].shape[1:])
