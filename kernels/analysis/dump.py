@@ -18,8 +18,8 @@ TIMED = "packed-bundles-post-ra"
 SLOTS = "final_hlo-static-per-bundle-utilization"
 ALLOCATIONS = "pre-finalize-registers-and-allocations"
 
-# For `--xla_jf_dump_llo_pass_label_regex`: all that is read and little more.
-PASS_REGEX = f".*(final|{TIMED}).*"
+# For `--xla_jf_dump_llo_pass_label_regex`: what is read and nothing more, writing takes long.
+PASS_REGEX = f"({FINAL}|{TIMED}|{SLOTS}|{ALLOCATIONS})"
 
 _FILE = re.compile(rf"(\d+)-(.+)-\d+-({FINAL}|{TIMED}|{SLOTS}|{ALLOCATIONS})\.txt(?:\.gz)?")
 
