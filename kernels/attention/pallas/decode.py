@@ -75,8 +75,9 @@ __all__ = [
 ]
 
 # Fields of an item's record in SMEM. Positions count from the start of its block.
-VALID, SEQ, SOURCE, LO, HI, NEW, FIRST, LAST = range(8)
-LINE, FIRST_PAGE, NUM_PAGES, WRITE_AT, WRITES, WRITE_PAGE = range(8, 14)
+VALID, SEQ, LO, HI, NEW, FIRST, LAST, FIRST_PAGE = range(8)
+NUM_PAGES, WRITE_AT, WRITES, WRITE_PAGE = range(8, 12)  # and one more page at 12
+SEEN, SEQ_SEEN, BASE, LEFT = range(13, 17)  # of the next item to be fetched into the slot
 
 
 class _Hbm(NamedTuple):
@@ -124,14 +125,6 @@ class _Scratch(NamedTuple):
     written: Array
 
 
-class _Place(NamedTuple):
-    """Where an item lives: `ring` (data) for records and page ids, `slot` (static) for VMEM."""
-
-    ring: Array
-    slot: int
-    lane: int
-
-
 class _Kernel:
     """One trace of the kernel: the static sizes, and the references it works on."""
 
@@ -150,98 +143,97 @@ class _Kernel:
     def run(self) -> None:
         """Fills the pipeline, runs it until the last item is accumulated, drains it."""
         self._clear()
-        first = (jnp.int32(0), self._first_position(jnp.int32(0)))
-        filled = (2 * self.slots - FILL_STEPS) * self.lanes
-        cursor = lax.fori_loop(0, filled, self._plan, first)
+        cursor = (jnp.int32(0), self._first_position(jnp.int32(0)))
+        for step in range(self.slots - 1):
+            cursor = self._seek_step(step, cursor)
         for step in range(self.ahead):
-            for place in self._places(jnp.int32(0), step):
-                self._wait_line(place, self._field(place, VALID))
-                self._fetch(place)
-        for place in self._places(jnp.int32(0), 0):
-            self._wait_fetched(place, self._field(place, VALID), self._field(place, NUM_PAGES))
-            self._write(place, self._view(place), self._writes(place))
+            for slot in self._slots(step):
+                self._wait_line(slot, self._seen(slot))
+                self._fetch(slot)
+            cursor = self._seek_step(step + self.slots - 1, cursor)
+        for slot in self._slots(0):
+            self._wait_fetched(slot, self._field(slot, VALID), self._field(slot, NUM_PAGES))
+            self._write(slot, self._view(slot), self._writes(slot))
 
-        def pending(carry: tuple[Array, ...]) -> Array:
-            return self._field(self._places(carry[0], -2)[0], VALID) > 0
+        def pending(_: tuple[Array, ...]) -> Array:
+            return self._field(self._slots(-2)[0], VALID) > 0
 
-        def lap(carry: tuple[Array, ...]) -> tuple[Array, ...]:
-            half, *cursor = carry
+        def lap(cursor: tuple[Array, ...]) -> tuple[Array, ...]:
             for step in range(self.slots):
-                cursor = self._step(half, step, tuple(cursor))
-            return (self.shape.num_rings - half, *cursor)
+                cursor = self._step(step, cursor)
+            return cursor
 
-        lax.while_loop(pending, lap, (jnp.int32(0), *cursor))
+        lax.while_loop(pending, lap, cursor)
         for slot in range(self.shape.num_rings):
             self._wait_sent(slot)
 
-    def _step(self, half: Array, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
         """One step of every stage; scalars are read first, waits come before any vector work."""
-        at = {n: self._places(half, step + n) for n in (-2, -1, 0, 1, self.ahead)}
-        planned = self._places(half, step + 2 * self.slots - FILL_STEPS)
-        valid = [(self._field(p, VALID), self._field(p, NUM_PAGES)) for p in at[1]]
-        lined = [self._field(p, VALID) for p in at[self.ahead]]
-        writing = [(self._view(p), self._writes(p)) for p in at[1]]
-        softmax = [self._view(p) for p in at[-1]]
-        ending = [(self._view(p), self._field(p, LAST), self._field(p, SEQ)) for p in at[-2]]
+        at = {n: self._slots(step + n) for n in (-2, -1, 0, 1, self.ahead)}
+        arriving = [(self._field(s, VALID), self._field(s, NUM_PAGES)) for s in at[1]]
+        sought = [self._seen(s) for s in at[self.ahead]]
+        writing = [(self._view(s), self._writes(s)) for s in at[1]]
+        softmax = [self._view(s) for s in at[-1]]
+        ending = [(self._view(s), self._field(s, LAST)) for s in at[-2]]
 
-        for place, (there, num_pages) in zip(at[1], valid, strict=True):
-            self._wait_fetched(place, there, num_pages)
-        for place, there in zip(at[self.ahead], lined, strict=True):
-            self._wait_line(place, there)
-            self._wait_sent(place.slot, written=True, stored=False)
-        for place in at[-2]:
-            self._wait_sent(place.slot, written=False, stored=True)
+        for slot, (valid, num_pages) in zip(at[1], arriving, strict=True):
+            self._wait_fetched(slot, valid, num_pages)
+        for slot, seen in zip(at[self.ahead], sought, strict=True):
+            self._wait_line(slot, seen)
+            self._wait_sent(slot, written=True, stored=False)
+        for slot in at[-2]:
+            self._wait_sent(slot, written=False, stored=True)
 
-        for place in at[self.ahead]:
-            self._fetch(place)
-        for place in planned:
-            cursor = self._plan(place.ring, cursor)
-        for place, item in zip(at[-1], softmax, strict=True):
-            tree, stage = self.scalars.tree, self._stage(step - 1, place)
+        for slot in at[self.ahead]:
+            self._fetch(slot)
+        cursor = self._seek_step(step + self.ahead + self.slots - 1, cursor)
+        for slot, item in zip(at[-1], softmax, strict=True):
+            tree, stage = self.scalars.tree, self._stage(step - 1, slot)
             stages.softmax(self.shape, item, tree, self.window, stage)
-        for place, (item, _, _) in zip(at[-2], ending, strict=True):
-            vmem, stage = self.own.items[place.slot], self._stage(step - 2, place)
+        for slot, (item, _) in zip(at[-2], ending, strict=True):
+            vmem, stage = self.own.items[slot], self._stage(step - 2, slot)
             stages.accumulate(
                 self.shape, item, vmem.kv, stage, self.own.running, self.sinks, vmem.out
             )
-        for place in at[0]:
-            vmem, stage = self.own.items[place.slot], self._stage(step, place)
+        for slot in at[0]:
+            vmem, stage = self.own.items[slot], self._stage(step, slot)
             stages.score(self.shape, vmem.q, vmem.kv, stage)
-        for place, (item, writes) in zip(at[1], writing, strict=True):
-            self._write(place, item, writes)
-        for place, (_, last, seq) in zip(at[-2], ending, strict=True):
-            self.own.pending[2 * place.slot] = last
-            self._store_copy(place.slot, seq, last).start()
+        for slot, (item, writes) in zip(at[1], writing, strict=True):
+            self._write(slot, item, writes)
+        for slot, (item, last) in zip(at[-2], ending, strict=True):
+            self.own.pending[2 * slot] = last
+            self._store_copy(slot, item.seq, last).start()
         return cursor
 
     # --- items ------------------------------------------------------------------------------
 
-    def _places(self, half: Array, step: int) -> list[_Place]:
-        """Where the items of a step live; `half` is the ring position of step 0 of this lap."""
-        lap, slot = divmod(step, self.slots)
-        start = half if lap % 2 == 0 else self.shape.num_rings - half
-        numbers = [slot * self.lanes + lane for lane in range(self.lanes)]
-        return [_Place(start + n, n, lane) for lane, n in enumerate(numbers)]
+    def _slots(self, step: int) -> list[int]:
+        """The slots of a step's items; an item keeps its slot for everything it owns."""
+        first = step % self.slots * self.lanes
+        return list(range(first, first + self.lanes))
 
-    def _stage(self, step: int, place: _Place) -> stages.Stage:
-        return self.own.stages[(step % 2) * self.lanes + place.lane]
+    def _stage(self, step: int, slot: int) -> stages.Stage:
+        return self.own.stages[(step % 2) * self.lanes + slot % self.lanes]
 
-    def _field(self, place: _Place, field: int) -> Array:
-        return self.own.records[place.ring * RECORD_WORDS + field]
+    def _field(self, slot: int, field: int) -> Array:
+        return self.own.records[slot * RECORD_WORDS + field]
 
-    def _view(self, place: _Place) -> stages.ItemView:
-        lo, hi, new = (self._field(place, field) for field in (LO, HI, NEW))
-        return stages.ItemView(lo, hi, new, self._field(place, FIRST) > 0, self._field(place, SEQ))
+    def _view(self, slot: int) -> stages.ItemView:
+        lo = jnp.int32(0) if self.window is None else self._field(slot, LO)
+        hi, new, seq = (self._field(slot, field) for field in (HI, NEW, SEQ))
+        return stages.ItemView(lo, hi, new, self._field(slot, FIRST) > 0, seq)
 
-    def _writes(self, place: _Place) -> list[tuple[Array, Array, Array]]:
+    def _writes(self, slot: int) -> list[tuple[Array, Array, Array]]:
         """The tiles an item writes: (position, 1 or 0, page)."""
-        start, count = self._field(place, WRITE_AT), self._field(place, WRITES)
-        tiles = [(start, jnp.minimum(count, 1), self._field(place, WRITE_PAGE))]
-        if self.shape.blocks.decode_queries > 1:
-            second = self._field(place, WRITE_PAGE + 1)
-            start += self.shape.write_rows
-            tiles.append((jnp.where(count > 1, start, 0), lax.div(count, jnp.int32(2)), second))
-        return tiles
+        start, count = self._field(slot, WRITE_AT), self._field(slot, WRITES)
+        page = self._field(slot, WRITE_PAGE)
+        if self.shape.blocks.decode_queries == 1:
+            return [(start, count, page)]
+        second = jnp.where(count > 1, start + self.shape.write_rows, 0)
+        return [
+            (start, jnp.minimum(count, 1), page),
+            (second, lax.div(count, jnp.int32(2)), self._field(slot, WRITE_PAGE + 1)),
+        ]
 
     def _seq(self, seq: Array, field: int) -> Array:
         return self.scalars.seqs[seq * SEQ_WORDS + field]
@@ -260,62 +252,77 @@ class _Kernel:
         start = jnp.maximum(length - num_new + 1 - self.window, 0)
         return jnp.where(self.window > 0, start, 0)
 
-    def _plan(self, ring: Array, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Records the item under the cursor, starts its page ids, moves the cursor on."""
+    def _seek_step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+        for slot in self._slots(step):
+            cursor = self._seek(slot, cursor)
+        return cursor
+
+    def _seek(self, slot: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Notes the item under the cursor, starts its page ids, moves the cursor on."""
+        shape = self.shape
+        seq, base = cursor
+        seen = (seq < self.num_decodes).astype(jnp.int32)
+        current = jnp.minimum(seq, self.num_decodes - 1)
+        left = self._seq(current, 0) - base
+        last = jnp.where(left <= shape.blocks.block_tokens, seen, 0)
+        for field, value in ((SEEN, seen), (SEQ_SEEN, current), (BASE, base), (LEFT, left)):
+            self.own.records[slot * RECORD_WORDS + field] = value
+        line = lax.div(base, jnp.int32(shape.geometry.page_size * LANES))
+        self._line_copy(slot, self._seq(current, 3) + line, seen).start()
+        following = self._first_position(jnp.minimum(current + 1, self.num_decodes - 1))
+        return seq + last, jnp.where(last > 0, following, base + shape.blocks.block_tokens)
+
+    def _seen(self, slot: int) -> Array:
+        return self._field(slot, SEEN)
+
+    def _record(self, slot: int) -> dict[int, Array]:
+        """Works out what the stages need to know of the item that was sought."""
         shape, page = self.shape, jnp.int32(self.shape.geometry.page_size)
         block, rows = shape.blocks.block_tokens, shape.write_rows
-        seq, base = cursor
-        valid = (seq < self.num_decodes).astype(jnp.int32)
-        seq = jnp.minimum(seq, self.num_decodes - 1)
-        length, num_new, token = (self._seq(seq, field) for field in range(3))
-        left = length - base
+        valid, seq, base, left = (
+            self._field(slot, field) for field in (SEEN, SEQ_SEEN, BASE, LEFT)
+        )
         last = jnp.where(left <= block, valid, 0)
         hi = jnp.minimum(left, block) * valid
-        lo, first, begin = jnp.int32(0), base == 0, jnp.int32(0)
-        if self.window is not None:
-            begin = self._first_seen(length, num_new)
+        fields = {VALID: valid, SEQ: seq, HI: hi, LAST: last}
+        num_pages = lax.div(hi + (page - 1), page)
+        if self.window is None:
+            fields |= {FIRST: (base == 0).astype(jnp.int32), NUM_PAGES: num_pages}
+        else:
+            begin = self._first_seen(self._seq(seq, 0), self._seq(seq, 1))
             lo = jnp.maximum(begin - base, 0)
-            first = begin >= base
-        new = left - num_new
-        write_from = jnp.maximum(new, 0)
-        writes = hi > write_from
-        start = write_from & ~(rows - 1)
+            first_page = lax.div(lo, page)
+            fields |= {
+                LO: lo,
+                FIRST: (begin >= base).astype(jnp.int32),
+                FIRST_PAGE: first_page,
+                NUM_PAGES: jnp.where(valid > 0, num_pages - first_page, 0),
+            }
+        if shape.blocks.decode_queries == 1:
+            new = jnp.where(last > 0, hi - 1, 0)
+            return fields | {NEW: new, WRITE_AT: new & ~(rows - 1), WRITES: last}
+        new = left - self._seq(seq, 1)
+        start = jnp.maximum(new, 0) & ~(rows - 1)
+        writes = hi > jnp.maximum(new, 0)
         tiles = lax.div(hi - 1 - start, jnp.int32(rows)) + 1
-        line = lax.div(base, page)
-        first_page = lax.div(lo, page)
-        one_new = shape.blocks.decode_queries == 1
-        fields = {
-            VALID: valid,
-            SEQ: seq,
-            SOURCE: token if one_new else seq,
-            LO: lo,
-            HI: hi,
+        return fields | {
             NEW: new,
-            FIRST: first.astype(jnp.int32),
-            LAST: last,
-            LINE: line & (LANES - 1),
-            FIRST_PAGE: first_page,
-            NUM_PAGES: jnp.where(valid > 0, lax.div(hi + (page - 1), page) - first_page, 0),
             WRITE_AT: jnp.where(writes, start, 0),
             WRITES: jnp.where(writes, tiles, 0),
         }
-        for field, value in fields.items():
-            self.own.records[ring * RECORD_WORDS + field] = value
-        self._line_copy(ring, self._seq(seq, 3) + lax.shift_right_logical(line, 7), valid).start()
-        following = self._first_position(jnp.minimum(seq + 1, self.num_decodes - 1))
-        # Past the last sequence the cursor stays past it: `seq` was clipped for reading only.
-        return cursor[0] + last, jnp.where(last > 0, following, base + block)
 
     # --- transfers: each may be of nothing (count 0) --------------------------------------------
 
-    def _line_copy(self, ring: Array, line: Array, count: Array):
-        source, target = self.hbm.pages, self.own.lines
+    def _line_copy(self, slot: int, line: Array, count: Array):
+        source, size = self.hbm.pages, count * LANES
         return pltpu.make_async_copy(
-            source.at[pl.ds(line, count)], target.at[pl.ds(ring, count)], self.own.lined.at[ring]
+            source.at[pl.ds(pl.multiple_of(line * LANES, LANES), size)],
+            self.own.lines.at[pl.ds(slot * LANES, size)],
+            self.own.lined.at[slot],
         )
 
-    def _wait_line(self, place: _Place, valid: Array) -> None:
-        self._wait(self._line_copy(place.ring, jnp.int32(0), valid), valid)
+    def _wait_line(self, slot: int, count: Array) -> None:
+        self._wait(self._line_copy(slot, jnp.int32(0), count), count)
 
     def _row_copies(self, slot: int, source: Array, count: Array):
         item = self.own.items[slot]
@@ -326,53 +333,56 @@ class _Kernel:
                 self.own.loaded.at[slot],
             )
 
-    def _fetch(self, place: _Place) -> None:
+    def _fetch(self, slot: int) -> None:
         """Starts the pages that hold visible positions, the query and the new rows."""
-        item, slot, shape = self.own.items[place.slot], place.slot, self.shape
-        first, count = self._field(place, FIRST_PAGE), self._field(place, NUM_PAGES)
-        line = self._field(place, LINE)
-        for copy in self._row_copies(slot, self._field(place, SOURCE), self._field(place, VALID)):
+        shape, page_size = self.shape, self.shape.geometry.page_size
+        fields = self._record(slot)
+        one_new = shape.blocks.decode_queries == 1
+        source = self._seq(fields[SEQ], 2) if one_new else fields[SEQ]
+        for copy in self._row_copies(slot, source, fields[VALID]):
             copy.start()
-        for number in range(shape.pages):
+        base = self._field(slot, BASE)
+        line = lax.div(base, jnp.int32(page_size)) & (LANES - 1)
+        ids = [self.own.lines[slot * LANES + line + number] for number in range(shape.pages)]
+        count = fields[NUM_PAGES]
+        for number, page in enumerate(ids):
             wanted = number < count
             if self.window is not None:
+                first = fields[FIRST_PAGE]
                 wanted = (number >= first) & (number < first + count)
             num = wanted.astype(jnp.int32)
-            page = self.own.lines[place.ring, 0, line + number]
             pltpu.make_async_copy(
                 self.hbm.cache.at[self.layer, pl.ds(page, num)],
-                item.kv.at[pl.ds(number, num)],
+                self.own.items[slot].kv.at[pl.ds(number, num)],
                 self.own.fetched.at[slot],
             ).start()
-        page_of_write = lax.div(self._field(place, WRITE_AT), jnp.int32(shape.geometry.page_size))
-        for tile in range(1 if shape.blocks.decode_queries == 1 else 2):
-            at = self._field(place, WRITE_AT) + tile * shape.write_rows
-            page_of_write = lax.div(at, jnp.int32(shape.geometry.page_size))
-            page_of_write = jnp.minimum(page_of_write, shape.pages - 1)
-            field = place.ring * RECORD_WORDS + WRITE_PAGE + tile
-            self.own.records[field] = self.own.lines[place.ring, 0, line + page_of_write]
+        for tile in range(1 if one_new else 2):
+            here = lax.div(fields[WRITE_AT] + tile * shape.write_rows, jnp.int32(page_size))
+            here = jnp.minimum(here, shape.pages - 1)
+            fields[WRITE_PAGE + tile] = self.own.lines[slot * LANES + line + here]
+        for field, value in fields.items():
+            self.own.records[slot * RECORD_WORDS + field] = value
 
-    def _wait_fetched(self, place: _Place, valid: Array, num_pages: Array) -> None:
-        item, slot = self.own.items[place.slot], place.slot
+    def _wait_fetched(self, slot: int, valid: Array, num_pages: Array) -> None:
         for copy in self._row_copies(slot, jnp.int32(0), valid):
             self._wait(copy, valid)
         pages = pltpu.make_async_copy(
             self.hbm.cache.at[self.layer, pl.ds(0, num_pages)],
-            item.kv.at[pl.ds(0, num_pages)],
+            self.own.items[slot].kv.at[pl.ds(0, num_pages)],
             self.own.fetched.at[slot],
         )
         self._wait(pages, num_pages)
 
     def _write(
-        self, place: _Place, view: stages.ItemView, tiles: list[tuple[Array, Array, Array]]
+        self, slot: int, view: stages.ItemView, tiles: list[tuple[Array, Array, Array]]
     ) -> None:
         """Merges the new rows into their tiles and starts the tiles towards the cache."""
-        item = self.own.items[place.slot]
+        item = self.own.items[slot]
         for start, count, _ in tiles:
             stages.write_tile(self.shape, item.kv, item.new_kv, view, start, count)
-        self.own.pending[2 * place.slot + 1] = sum(count for _, count, _ in tiles)
+        self.own.pending[2 * slot + 1] = sum(count for _, count, _ in tiles)
         for start, count, page in tiles:
-            self._tile_copy(place.slot, start, count, page).start()
+            self._tile_copy(slot, start, count, page).start()
 
     def _tile_copy(self, slot: int, start: Array, count: Array, page: Array):
         size, rows = self.shape.geometry.page_size, self.shape.write_rows
@@ -414,10 +424,10 @@ class _Kernel:
         for index in range(2 * self.shape.num_rings):
             self.own.pending[index] = 0
         for step in range(-FILL_STEPS, 0):
-            for place in self._places(jnp.int32(0), step):
+            for slot in self._slots(step):
                 for field in range(RECORD_WORDS):
-                    self.own.records[place.ring * RECORD_WORDS + field] = 0
-                self.own.records[place.ring * RECORD_WORDS + VALID] = 1
+                    self.own.records[slot * RECORD_WORDS + field] = 0
+                self.own.records[slot * RECORD_WORDS + VALID] = 1
 
 
 def _kernel(shape: DecodeShape, interpreted: bool, *refs) -> None:
@@ -465,12 +475,12 @@ def _scratch_shapes(shape: DecodeShape) -> list:
         *item * rings,
         *stage * (2 * shape.blocks.items_per_step),
         *(column, column, pltpu.VMEM((rows, geometry.value_width), f32)),
-        pltpu.SMEM((2 * rings * RECORD_WORDS,), jnp.int32),
-        pltpu.SMEM((2 * rings, 1, LANES), jnp.int32),
+        pltpu.SMEM((rings * RECORD_WORDS,), jnp.int32),
+        pltpu.SMEM((rings * LANES,), jnp.int32),
         pltpu.SMEM((2 * rings,), jnp.int32),
         pltpu.SemaphoreType.DMA((rings,)),
         pltpu.SemaphoreType.DMA((rings,)),
-        pltpu.SemaphoreType.DMA((2 * rings,)),
+        pltpu.SemaphoreType.DMA((rings,)),
         pltpu.SemaphoreType.DMA((rings,)),
         pltpu.SemaphoreType.DMA((rings,)),
     ]
@@ -534,7 +544,11 @@ def decode_attention(
         assert layer.tree is not None
         prefetched.append(layer.tree[work.tokens].reshape(-1))
     prefetched.append(work.seqs)
-    small = (query_rows(q, work, shape), new_kv_rows(k_new, v_new, work, shape), work.pages)
+    small = (
+        query_rows(q, work, shape),
+        new_kv_rows(k_new, v_new, work, shape),
+        work.pages.reshape(-1),
+    )
     # Else XLA may keep a small operand in VMEM, and each of its transfers becomes vector copies.
     operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in small]
     operands.append(cache)

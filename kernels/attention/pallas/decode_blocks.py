@@ -18,7 +18,7 @@ MAX_DECODE_QUERIES = 8  # a verify step's rows touch at most two write tiles of 
 FILL_STEPS = 3  # a slot is being written, scored and accumulated in three consecutive steps
 MIN_SLOTS = 6  # those three, and at least two being fetched; even, for stages alternate buffers
 MAX_SLOTS = 8  # the loop is unrolled over them: more is more code
-RECORD_WORDS = 16  # scalars kept per item, padded so that an address is a shift
+RECORD_WORDS = 17  # scalars kept per item
 # What the compiler itself may add to the kernel's scratch: spills and semaphores.
 VMEM_RESERVE = 1 << 20
 
@@ -97,6 +97,10 @@ class DecodeShape:
         return planes * self.blocks.decode_queries
 
     @property
+    def native_float8(self) -> bool:
+        return self.geometry.kv_dtype == "float8_e4m3fn" and self.compute_dtype == "bfloat16"
+
+    @property
     def compute_dtype(self) -> str:
         """What the matrix unit multiplies: exact for the widest of query and cache."""
         wide = "float32" in (self.geometry.q_dtype, self.geometry.kv_dtype)
@@ -133,7 +137,7 @@ def smem_bytes(geometry: Geometry, scoring: Scoring, blocks: DecodeBlocks, *, nu
     """SMEM for a step of `num_rows` sequences: their lengths, item records and page ids."""
     shape = DecodeShape(geometry, scoring, blocks)
     per_seq = 4 + (blocks.decode_queries if scoring.has_tree else 0)
-    ring = 2 * shape.num_rings * (RECORD_WORDS + LANES)
+    ring = shape.num_rings * (RECORD_WORDS + LANES)
     return WORD_BYTES * (8 + per_seq * num_rows + ring + 2 * shape.num_rings)
 
 

@@ -39,7 +39,7 @@ class ItemView(NamedTuple):
     hi: Array
     new: Array
     first: Array
-    source: Array
+    seq: Array
 
 
 class Stage(NamedTuple):
@@ -84,9 +84,11 @@ def write_tile(shape: DecodeShape, kv, new_kv, item: ItemView, start: Array, cou
     element = jnp.int32(-1 if packing == 1 else (1 << bits) - 1)
     masks = []
     for j in range(shape.blocks.decode_queries):
-        row = item.new + j - start
-        here = (count > 0) & (row >= 0) & (row < rows) & (item.new + j < item.hi)
-        place = jnp.where(here, row, 0)
+        place = item.new + j - start
+        here = count > 0
+        if shape.blocks.decode_queries > 1:
+            here &= (place >= 0) & (place < rows) & (item.new + j < item.hi)
+            place = jnp.where(here, place, 0)
         lane_bits = jnp.left_shift(element, (place & (packing - 1)) * bits)
         lane_bits = jnp.where(here, lane_bits, 0)
         masks.append(jnp.where(word_row == lax.div(place, jnp.int32(packing)), lane_bits, 0))
@@ -116,7 +118,7 @@ def score(shape: DecodeShape, q, kv, stage: Stage) -> None:
         total = None
         for head in range(heads):
             mine = queries if heads == 1 else jnp.where(owner == head, queries, 0.0)
-            keys = kv[:, K_PLANE, tile * heads + head].reshape(-1, width).astype(dtype)
+            keys = _operand(shape, kv[:, K_PLANE, tile * heads + head].reshape(-1, width))
             part = _matmul(mine.astype(dtype), keys, transposed=True)
             total = part if total is None else total + part
         stage.scores[rows] = total
@@ -144,7 +146,7 @@ def accumulate(
     `out` gets the sequence so far, divided by its denominator: right after the last item.
     """
     geometry, heads = shape.geometry, shape.blocks.heads_per_tile
-    dtype, width = jnp.dtype(shape.compute_dtype), geometry.value_width
+    width = geometry.value_width
     plane = K_PLANE if geometry.latent else V_PLANE
     owned = _owned_words(shape, item)
     owner = _row_owner(shape, width)
@@ -154,7 +156,7 @@ def accumulate(
         for head in range(heads):
             value = kv[:, plane, tile * heads + head, :, :width].reshape(-1, width)
             words = pltpu.bitcast(value, jnp.int32) & owned
-            values.append(pltpu.bitcast(words, kv.dtype).astype(dtype))
+            values.append(_operand(shape, pltpu.bitcast(words, kv.dtype)))
         wide = _matmul(stage.weights[rows], jnp.concatenate(values, axis=1))
         part = wide[:, :width]
         for head in range(1, heads):
@@ -171,6 +173,13 @@ def accumulate(
         if shape.scoring.has_sinks:
             total += jnp.exp2(sinks[rows] * LOG2_E - top)
         out[0, rows, :] = (acc * _lanes(1.0 / total, width)).astype(out.dtype)
+
+
+def _operand(shape: DecodeShape, rows: Array) -> Array:
+    """Cached rows as the matrix unit takes them beside queries and weights."""
+    if shape.native_float8:
+        return rows
+    return rows.astype(jnp.dtype(shape.compute_dtype))
 
 
 def _matmul(left: Array, right: Array, *, transposed: bool = False) -> Array:
@@ -207,7 +216,7 @@ def _visible(shape: DecodeShape, item: ItemView, tree, window) -> Array:
     if shape.scoring.has_tree:
         bits = jnp.zeros(size, jnp.int32)
         for j in range(num_new):
-            bits = jnp.where(query == j, tree[item.source * num_new + j], bits)
+            bits = jnp.where(query == j, tree[item.seq * num_new + j], bits)
         index = jnp.clip(position - item.new, 0, num_new - 1)
         seen &= (position < item.new) | ((jnp.right_shift(bits, index) & 1) == 1)
     return seen
