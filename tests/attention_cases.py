@@ -18,6 +18,8 @@ import numpy as np
 
 from kernels.attention.geometry import Geometry, Scoring
 
+# Backends that take any shape and run at once; the kernels have tests of their own.
+PLAIN_BACKENDS = ("reference", "xla")
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 FLOAT8_MAX = 448.0
 DTYPES = {
@@ -354,12 +356,18 @@ def _attend(case: Case, q: np.ndarray, kv: np.ndarray, width: int) -> tuple[np.n
 
 
 def assert_correct(
-    case: Case, out: np.ndarray, cache: np.ndarray | None, *, padding_is_zero: bool = True
+    case: Case,
+    out: np.ndarray,
+    cache: np.ndarray | None,
+    *,
+    padding_is_zero: bool = True,
+    slack: float = 1.0,
 ) -> Expected:
     """Compares with the oracle: outputs within the query dtype's tolerance, pages exactly.
 
     The null page (0) takes what belongs nowhere, so it is not compared. A cache that lies otherwise
-    than the case's is left to the caller: pass None and compare with the result.
+    than the case's is left to the caller: pass None and compare with the result. `slack` widens the
+    tolerance where queries are rounded once more (scales folded into bfloat16).
     """
     expected, name = oracle(case), case.spec.q_dtype
     used = case.num_tokens_used
@@ -367,7 +375,7 @@ def assert_correct(
     got, right = out[:used].astype(np.float64), expected.out[:used]
     limit = RELATIVE[name] * np.abs(right) + OF_MAGNITUDE[name] * expected.magnitude[:used]
     worst = np.max(np.abs(got - right) / np.maximum(limit, 1e-30), initial=0.0)
-    assert worst <= 1.0, f"{worst:.3g} times the tolerance; {_where(got, right, limit)}"
+    assert worst <= slack, f"{worst:.3g} times the tolerance; {_where(got, right, limit)}"
     if padding_is_zero:
         assert np.array_equal(out[used:], np.zeros_like(out[used:]))
     if cache is not None:

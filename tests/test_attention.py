@@ -15,8 +15,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import BACKENDS, ragged_paged_attention
-from tests.attention_cases import Case, assert_correct, make_case
+from kernels.attention import ragged_paged_attention
+from tests.attention_cases import PLAIN_BACKENDS, Case, assert_correct, make_case
 from tests.attention_catalogue import HEAD_COUNTS, MIXES, decodes
 
 # One compiled program serves all mixes.
@@ -35,7 +35,7 @@ def assert_matches(case: Case, backend: str) -> None:
     assert_correct(case, *run(case, backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 @pytest.mark.parametrize("name", MIXES)
 def test_matches_oracle(name: str, backend: str) -> None:
     assert_matches(make_case(MIXES[name], **SHAPE), backend)
@@ -57,7 +57,7 @@ def test_lengths_around_pages_and_blocks() -> None:
 @pytest.mark.parametrize("counts", HEAD_COUNTS, ids=str)
 def test_head_groupings(counts: tuple[int, int]) -> None:
     case = make_case([(5, 1), (20, 9), (0, 3)], heads=(*counts, 8), seed=2)
-    for backend in BACKENDS if counts in ((9, 3), (5, 1)) else ("reference",):
+    for backend in PLAIN_BACKENDS if counts in ((9, 3), (5, 1)) else ("reference",):
         assert_matches(case, backend)
 
 
@@ -79,13 +79,13 @@ def test_a_batch_gives_what_single_rows_give_at_any_page_size(page_size: int) ->
 @pytest.mark.parametrize("gain", [0.0, 1.0, 8.0])
 def test_flat_and_peaked_weights(gain: float) -> None:
     case = make_case(MIXES["decodes and chunks"], **SHAPE, gain=gain)
-    for backend in BACKENDS:
+    for backend in PLAIN_BACKENDS:
         assert_matches(case, backend)
 
 
 def test_bfloat16_cache_and_queries() -> None:
     low: dict[str, Any] = dict(q_dtype="bfloat16", kv_dtype="bfloat16")
-    for backend in BACKENDS:
+    for backend in PLAIN_BACKENDS:
         assert_matches(make_case([(5, 1), (0, 20)], **low), backend)
 
 

@@ -8,9 +8,9 @@ import jax
 import numpy as np
 import pytest
 
-from kernels.attention import BACKENDS, ragged_paged_attention
+from kernels.attention import ragged_paged_attention
 from kernels.attention.cache_layout import KvLayout, kv_layout
-from tests.attention_cases import Case, assert_correct, make_case
+from tests.attention_cases import PLAIN_BACKENDS, Case, assert_correct, make_case
 
 STATIC = ("scale", "soft_cap", "decode_queries", "layout", "backend")
 OP = jax.jit(ragged_paged_attention, static_argnames=STATIC)
@@ -87,7 +87,7 @@ def test_reference_over_packed_heads(heads: tuple[int, int]) -> None:
     assert_matches(make_case(ROWS, heads=(3 * k, k, h)), layout_of(heads), "reference")
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 @pytest.mark.parametrize(
     "heads",
     [(3, 64), *(pytest.param(x, marks=pytest.mark.long) for x in ((4, 64), (1, 80)))],

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import BACKENDS, ragged_paged_attention
+from kernels.attention import ragged_paged_attention
 from kernels.attention.quantize import to_cache_dtype
-from tests.attention_cases import DTYPES, Case, assert_correct, make_case, oracle
+from tests.attention_cases import DTYPES, PLAIN_BACKENDS, Case, assert_correct, make_case, oracle
 from tests.attention_catalogue import MIXES, Rows, decodes, verifies
 
 # One compiled program serves all cases of a test: sizes are fixed, a window is data.
@@ -38,7 +38,7 @@ def windowed_rows(window: int) -> Rows:
     return [*decodes(16, near, 64, 128), (near, 9), (170, 1), (max(near - 1, 0), 20), (120, 33)]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 @pytest.mark.parametrize("window", WINDOWS)
 def test_window(backend: str, window: int) -> None:
     case = make_case(windowed_rows(window), **SHAPE, window=window)
@@ -47,7 +47,7 @@ def test_window(backend: str, window: int) -> None:
     assert_matches(case, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 @pytest.mark.parametrize("last", [32767, 32768, 32769, 999_999])
 def test_positions_far_beyond_16_bits(backend: str, last: int) -> None:
     """A window keeps the pool small, so positions up to a million need no memory."""
@@ -75,7 +75,7 @@ def test_layers_with_and_without_a_window_share_one_program() -> None:
     assert traces == 1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_sinks(backend: str) -> None:
     case = make_case(MIXED, **SHAPE, heads=(6, 2, 16), sinks=True)
     assert_matches(case, backend)
@@ -86,7 +86,7 @@ def test_sinks(backend: str) -> None:
     assert_correct(replace(case, sinks=None), *run(without, backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_soft_cap(backend: str) -> None:
     """Applied after the scale, and not small: without it the result is another."""
     case = make_case(MIXED, **SHAPE, soft_cap=5.0, scale=1.5)
@@ -95,7 +95,7 @@ def test_soft_cap(backend: str) -> None:
     assert np.abs(oracle(case).out - oracle(uncapped).out).max() > 0.1
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_trees(backend: str) -> None:
     rows = [*verifies(16, 64)[:12], (10, 9), (40, 20)]  # the last two are too long for a tree
     case = make_case(rows, **SHAPE, tree=True, decode_queries=8, seed=4)
@@ -109,7 +109,7 @@ def test_trees(backend: str) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", ["int8", "float8_e4m3fn"])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_scales(backend: str, kv_dtype: str) -> None:
     for scale in (0.04, 25.0):
         kv: dict[str, Any] = dict(kv_dtype=kv_dtype, scales=(scale, scale / 3))
@@ -118,7 +118,7 @@ def test_scales(backend: str, kv_dtype: str) -> None:
 
 def test_float8_without_scales_and_bfloat16_queries() -> None:
     low: dict[str, Any] = dict(q_dtype="bfloat16", kv_dtype="float8_e4m3fn")
-    for backend in BACKENDS:
+    for backend in PLAIN_BACKENDS:
         assert_matches(make_case(MIXED, **SHAPE, **low), backend)
 
 
@@ -134,7 +134,7 @@ def test_rounds_half_to_even_and_saturates() -> None:
     assert stored(wide, "float8_e4m3fn", None) == [448, 448, 448, 448, -448, 448, 0.4375]
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 @pytest.mark.parametrize("kv_dtype", ["int8", pytest.param("bfloat16", marks=pytest.mark.long)])
 def test_everything_at_once(backend: str, kv_dtype: str) -> None:
     rows = [*MIXED, (40, 8), (100, 4), (150, 1)]
@@ -145,7 +145,7 @@ def test_everything_at_once(backend: str, kv_dtype: str) -> None:
     assert_matches(make_case(rows, **SHAPE, heads=(6, 2, 16), **options, **kv), backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_shared_prefix_pages(backend: str) -> None:
     rows = [(40, 1), (35, 3), (50, 20), (5, 1), (32, 1)]
     case = make_case(rows, **SHAPE, shared_pages=2)
@@ -153,7 +153,7 @@ def test_shared_prefix_pages(backend: str) -> None:
     assert_matches(case, backend)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_any_pairing_of_new_and_old_positions(backend: str) -> None:
     """Rows without a new token stand between others and cost nothing."""
     q_lens = [0, 1, 15, 16, 17]

@@ -10,9 +10,9 @@ import jax
 import numpy as np
 import pytest
 
-from kernels.attention import BACKENDS, mla_ragged_paged_attention
+from kernels.attention import mla_ragged_paged_attention
 from kernels.attention.cache_layout import KvLayout, kv_layout, latent_layout
-from tests.attention_cases import DTYPES, Case, assert_correct, make_case
+from tests.attention_cases import DTYPES, PLAIN_BACKENDS, Case, assert_correct, make_case
 
 LATENT, ROPE = 24, 8
 ROWS = [(5, 1), (0, 7), (64, 1), (31, 33), (2, 2)]
@@ -43,11 +43,11 @@ def run(case: Case, backend: str, **more: Any) -> tuple[np.ndarray, np.ndarray]:
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_matches_oracle(heads: int) -> None:
     case = latent_case(heads=heads)
-    for backend in BACKENDS if heads == 3 else ("reference",):
+    for backend in PLAIN_BACKENDS if heads == 3 else ("reference",):
         assert_correct(case, *run(case, backend))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_every_option(backend: str) -> None:
     rows = [*ROWS, (40, 8), (100, 4)]
     options: dict[str, Any] = dict(window=33, sinks=True, tree=True, soft_cap=3.0, decode_queries=8)
@@ -60,7 +60,7 @@ def test_every_option(backend: str) -> None:
 def test_scales(kv_dtype: str, scale: float) -> None:
     case = latent_case(kv_dtype=kv_dtype, scales=(scale, scale))
     case = replace(case, v_scale=case.k_scale)
-    for backend in BACKENDS:
+    for backend in PLAIN_BACKENDS:
         assert_correct(case, *run(case, backend))
 
 
@@ -91,7 +91,7 @@ def test_layout_of_a_latent_cache() -> None:
     assert (geometry.latent, geometry.key_width, geometry.value_width) == (True, 640, 512)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", PLAIN_BACKENDS)
 def test_padded_rows(backend: str) -> None:
     case = latent_case()
     layout = latent_layout(

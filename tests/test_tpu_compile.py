@@ -17,7 +17,19 @@ from tests import tiny_model
 
 pytestmark = pytest.mark.tpu
 
-TARGETS = [("v6e:2x2", 1), ("v6e:2x2", 2), ("v5e:2x2", 1)]
+# (chip, devices, attention, weights, KV cache, heads)
+PROGRAMS = [
+    ("v4", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
+    ("v5e", 1, "pallas", "int8", "bfloat16", (8, 2, 128)),
+    ("v5p", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
+    ("v6e", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
+    ("v6e", 2, "pallas", "int8", "bfloat16", (8, 2, 128)),
+    ("v6e", 2, "pallas", "none", "bfloat16", (6, 2, 64)),
+    ("v6e", 1, "pallas", "none", "float8_e4m3fn", (8, 2, 128)),
+    ("v6e", 2, "xla", "none", "bfloat16", (4, 2, 16)),
+    ("tpu7x", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
+    ("tpu7x", 2, "pallas", "none", "float8_e4m3fn", (8, 2, 128)),
+]
 
 _COMPILE = """
 import sys
@@ -27,18 +39,28 @@ from flax import nnx
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from buckets.shape import StepShape
-from kernels.attention.cache_layout import KV_HEAD_AXIS, kv_cache_shape
+from kernels.attention.cache_layout import KV_HEAD_AXIS
+from kernels.chips import CHIPS
+from tpu_engine.config import EngineConfig
+from tpu_engine.derive import derive
+from tpu_engine.kernel_choice import choose_kernels
 from tpu_engine.models.registry import family_of
 from tpu_engine.models.sharding import TENSOR, sharding
 from tpu_engine.step_inputs import InputLayout
 from tpu_engine.step_program import StepProgram, StepState
 from tpu_engine.weights.open_model import open_model
 
-name, num_devices, model_dir, quantized = sys.argv[1:]
-topology = topologies.get_topology_desc(platform="tpu", topology_name=name)
+chip, num_devices, attention, quantize, kv_dtype, model_dir = sys.argv[1:]
+topology = topologies.get_topology_desc(platform="tpu", topology_name=CHIPS[chip].topology)
 mesh = Mesh(np.array(topology.devices[: int(num_devices)]), (TENSOR,))
-config = open_model(model_dir).config
-build = partial(family_of(config).build, config, jnp.dtype(jnp.bfloat16), quantized == "int8")
+model = open_model(model_dir).config
+config = EngineConfig(
+    model=model_dir, attention=attention, quantize=quantize, kv_dtype=kv_dtype,
+    page_size=32, tensor_parallel=int(num_devices),
+)
+config = derive(config, model, "tpu")
+choice = choose_kernels(config, model, model.vocab_size, CHIPS[chip].device_kind)
+build = partial(family_of(model).build, model, jnp.dtype(config.dtype), quantize == "int8")
 graph, abstract = nnx.split(nnx.eval_shape(build))
 
 def placed(variable):
@@ -49,32 +71,38 @@ def placed(variable):
 weights = nnx.from_flat_state([(p, placed(v)) for p, v in nnx.to_flat_state(abstract)])
 everywhere = NamedSharding(mesh, PartitionSpec())
 heads = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(6)))
-cache_shape = kv_cache_shape(num_layers=config.num_layers, num_pages=256, page_size=16,
-                             num_kv_heads=config.num_kv_heads, head_dim=config.head_dim)
-cache = jax.ShapeDtypeStruct(cache_shape, jnp.bfloat16, sharding=NamedSharding(mesh, heads))
+cache = jax.ShapeDtypeStruct(choice.layout.shape(model.num_layers, 256), jnp.dtype(kv_dtype),
+                             sharding=NamedSharding(mesh, heads))
 state = StepState(cache, jax.ShapeDtypeStruct((8,), jnp.int32, sharding=everywhere))
 shape = StepShape(32, 8, 64, 8)
 buffer = jax.ShapeDtypeStruct((InputLayout.of(shape).size,), jnp.int32, sharding=everywhere)
-program = StepProgram(graph, mesh, 16, "xla", config.vocab_size)
+program = StepProgram(graph, mesh, choice, model.vocab_size)
 with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-    lowered = program.function(shape).lower(weights, state, buffer)
-memory = lowered.compile().memory_analysis()
-cache_bytes = cache.size * 2 // int(num_devices)
+    compiled = program.function(shape).lower(weights, state, buffer).compile()
+memory = compiled.memory_analysis()
+cache_bytes = choice.layout.page_bytes(model.num_layers) * 256 // int(num_devices)
 assert memory.alias_size_in_bytes >= cache_bytes, (memory, cache_bytes)
+assert memory.temp_size_in_bytes < cache_bytes, (memory, cache_bytes)
+kernels = {"decode_attention", "chunk_attention", "sampling_cutoffs"}
+found = {name for name in kernels if name in compiled.as_text()}
+assert found == (kernels if attention == "pallas" else set()), found
 """
 
 
-@pytest.mark.parametrize("quantize", ["none", "int8"])
-@pytest.mark.parametrize(("topology", "num_devices"), TARGETS)
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_step_program_compiles_for_tpu(
-    repo_root: Path, tmp_path: Path, topology: str, num_devices: int, quantize: str
+    repo_root: Path, tmp_path: Path, program: tuple[str, int, str, str, str, tuple[int, int, int]]
 ) -> None:
-    tiny_model.write_hf(tmp_path)
+    chip, num_devices, attention, quantize, kv_dtype, (n, k, h) = program
+    spec = tiny_model.TinySpec(num_heads=n, num_kv_heads=k, head_dim=h)
+    tiny_model.write_hf(tmp_path, spec)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v6e-8",
     }
-    command = [sys.executable, "-c", _COMPILE, topology, str(num_devices), tmp_path, quantize]
-    subprocess.run(command, check=True, cwd=repo_root, env=environment)
+    options = (chip, str(num_devices), attention, quantize, kv_dtype, tmp_path)
+    subprocess.run(
+        [sys.executable, "-c", _COMPILE, *options], check=True, cwd=repo_root, env=environment
+    )

@@ -21,11 +21,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from buckets.compile_cache import CompileCache, ExecutableRecord
 from buckets.plan import Plan, default_plan
 from buckets.shape import StepShape
-from kernels.attention.cache_layout import KV_HEAD_AXIS, kv_cache_shape
+from kernels.attention.cache_layout import KV_HEAD_AXIS, KvLayout
 from tpu_engine.config import EngineConfig
-from tpu_engine.derive import DeviceFacts, derive, plan_limits
+from tpu_engine.derive import derive, plan_limits, with_pages
 from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.errors import InvalidConfig
+from tpu_engine.kernel_choice import choose_kernels
 from tpu_engine.kv_pages import PagePool
 from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
@@ -83,7 +84,11 @@ def build_engine(
     specs = family.weight_specs(model.config)
     check_tensors(model.source, expected_tensors(specs, model.config.num_layers))
     mesh = make_mesh(config.tensor_parallel)
-    config = derive(config, model.config, _device_facts(model, config))
+    config = derive(config, model.config, jax.devices()[0].platform)
+    num_token_ids = model.tokenizer.vocab_size
+    choice = choose_kernels(config, model.config, num_token_ids, jax.devices()[0].device_kind)
+    page_bytes = choice.layout.page_bytes(model.config.num_layers)
+    config = with_pages(config, page_bytes, _kv_bytes(model, config))
     limits = plan_limits(config)
     plan = default_plan(limits) if plan is None else plan
     plan.validate(limits)
@@ -96,8 +101,8 @@ def build_engine(
         mesh,
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
-    program = StepProgram(graph, mesh, config.page_size, "xla", model.tokenizer.vocab_size)
-    state = new_state(config, model, mesh)
+    program = StepProgram(graph, mesh, choice, num_token_ids)
+    state = new_state(config, model, mesh, choice.layout)
     lower = partial(_lower, program, weights, state)
     executables = CompileCache(lower, directory, list(mesh.devices.flat))
     report(Progress("compile", 0, len(plan.shapes), "first shape"))
@@ -133,7 +138,8 @@ def new_loop(
 
 def _cache_directory(config: EngineConfig) -> Path | None:
     """The folder for compiled programs, made if need be; raises `InvalidConfig` if it can't be."""
-    if not config.compile_cache:
+    # An interpreted kernel calls back into this process: its program can't be kept.
+    if not config.compile_cache or config.attention == "pallas-interpret":
         return None
     directory = Path(config.compile_cache).expanduser()
     try:
@@ -152,18 +158,12 @@ def _abstract_model(
     return nnx.split(nnx.eval_shape(build))
 
 
-def new_state(config: EngineConfig, model: OpenedModel, mesh: Mesh) -> StepState:
+def new_state(config: EngineConfig, model: OpenedModel, mesh: Mesh, layout: KvLayout) -> StepState:
     """Allocates the KV cache and the last-token buffer of a derived configuration."""
     assert config.num_pages is not None
-    shape = kv_cache_shape(
-        num_layers=model.config.num_layers,
-        num_pages=config.num_pages,
-        num_kv_heads=model.config.num_kv_heads,
-        page_size=config.page_size,
-        head_dim=model.config.head_dim,
-    )
+    shape = layout.shape(model.config.num_layers, config.num_pages)
     spec = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(len(shape))))
-    cache = jnp.zeros(shape, jnp.dtype(config.kv_dtype), device=NamedSharding(mesh, spec))
+    cache = jnp.zeros(shape, jnp.dtype(layout.dtype), device=NamedSharding(mesh, spec))
     replicated = NamedSharding(mesh, PartitionSpec())
     return StepState(cache, jnp.zeros(config.max_num_seqs, jnp.int32, device=replicated))
 
@@ -175,18 +175,18 @@ def _lower(
     return program.function(shape).lower(weights, state, buffer)
 
 
-def _device_facts(model: OpenedModel, config: EngineConfig) -> DeviceFacts:
-    """Memory left for KV pages: a share of the host's on CPU, of the device's otherwise."""
+def _kv_bytes(model: OpenedModel, config: EngineConfig) -> int:
+    """Memory left for KV pages: a share of the host's on CPU, of the devices' otherwise."""
     device = jax.devices()[0]
     if device.platform == "cpu":
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return DeviceFacts("cpu", int(memory * CPU_KV_SHARE))
+        return int(memory * CPU_KV_SHARE)
     stats = device.memory_stats() or {}
     free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
     itemsize = 1 if config.quantize == "int8" else 2
     weights = sum(math.prod(model.source.shape(name)) for name in model.source.names()) * itemsize
     per_device = free - weights // config.tensor_parallel
-    return DeviceFacts(device.platform, int(per_device * TPU_KV_SHARE) * config.tensor_parallel)
+    return int(per_device * TPU_KV_SHARE) * config.tensor_parallel
 
 
 def _summary(record: ExecutableRecord) -> str:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from tpu_engine.errors import InvalidConfig
 
 DTYPES = ("auto", "float32", "bfloat16")
+KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 QUANTIZATIONS = ("none", "int8")
+ATTENTIONS = ("auto", "xla", "pallas", "pallas-interpret")
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,8 +23,10 @@ class EngineConfig:
     Attributes:
         model: a Hugging Face directory, a `.gguf` file, or the name of an installed demo model.
         dtype: of weights and activations; auto is bfloat16 on TPU, float32 on CPU.
-        kv_dtype: of the KV cache; auto follows `dtype`.
+        kv_dtype: of the KV cache; auto follows `dtype`, float8_e4m3fn halves bfloat16's bytes.
         quantize: "none", or "int8" (weights only, one scale per output channel).
+        attention: the Pallas kernels (pallas needs a TPU, pallas-interpret runs them anywhere,
+            very slowly) or XLA alone (xla); auto is pallas on TPU, xla on CPU.
         page_size: token positions per page.
         num_pages: pages in the pool, null page included; derived from memory if not given.
         max_model_len: prompt plus output tokens of one request; the model's own limit, but at most
@@ -42,6 +46,7 @@ class EngineConfig:
     dtype: str = "auto"
     kv_dtype: str = "auto"
     quantize: str = "none"
+    attention: str = "auto"
     page_size: int = 16
     num_pages: int | None = None
     max_model_len: int | None = None
@@ -55,8 +60,9 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
-        _one_of("kv_dtype", self.kv_dtype, DTYPES)
+        _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("quantize", self.quantize, QUANTIZATIONS)
+        _one_of("attention", self.attention, ATTENTIONS)
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise InvalidConfig("page_size", "one of 8, 16, 32, 64, 128, 256", self.page_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "tensor_parallel"):

@@ -19,11 +19,15 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from buckets.shape import StepShape
-from kernels.attention import Backend, XlaWork, attention_work, ragged_paged_attention
+from kernels.attention import AttentionWork, attention_work, ragged_paged_attention
 from kernels.attention.cache_layout import KV_HEAD_AXIS
+from tpu_engine.kernel_choice import KernelChoice
 from tpu_engine.models.sharding import TENSOR
-from tpu_engine.sampling import SamplingRows, sample
+from tpu_engine.sampling import Sampled, SamplingRows, sample
 from tpu_engine.step_inputs import FLOAT_FIELDS, InputLayout
+
+# An interpreted kernel is a very large program that runs few times: not worth optimising.
+_INTERPRETED = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # page_table, kv_lens, cu_q_lens, num_seqs of a step
 Batch = tuple[Array, Array, Array, Array]
@@ -42,14 +46,13 @@ class StepProgram:
 
     Attributes:
         graph: the model's static half (`nnx.split`); weights are an argument of the step.
-        backend: the attention backend.
+        choice: the device ops of the step, and how the cache lies.
         num_token_ids: ids that may be sampled; a padded embedding has more rows than that.
     """
 
     graph: nnx.GraphDef
     mesh: Mesh
-    page_size: int
-    backend: Backend
+    choice: KernelChoice
     num_token_ids: int
 
     def function(self, shape: StepShape) -> Callable[..., tuple[StepState, Int[Array, "3 R"]]]:
@@ -58,7 +61,8 @@ class StepProgram:
         `results` holds token ids, the bits of their log-probabilities and 1 where the row's
         logits were finite.
         """
-        return jax.jit(partial(self._step, shape), donate_argnums=(1,))
+        options = _INTERPRETED if self.choice.attention == "pallas-interpret" else None
+        return jax.jit(partial(self._step, shape), donate_argnums=(1,), compiler_options=options)
 
     def _step(
         self, shape: StepShape, weights: nnx.State, state: StepState, buffer: Int[Array, "n"]
@@ -71,7 +75,13 @@ class StepProgram:
 
         num_seqs = field["num_seqs"][0]
         batch = (field["page_table"], field["kv_lens"], field["cu_q_lens"], num_seqs)
-        work = attention_work(*batch, num_tokens=shape.num_tokens, page_size=self.page_size)
+        work = attention_work(
+            *batch,
+            num_tokens=shape.num_tokens,
+            page_size=self.choice.layout.page_size,
+            backend=self.choice.attention,
+            kernels=self.choice.plan,
+        )
 
         attention = self._sharded(self._attention)
 
@@ -81,17 +91,35 @@ class StepProgram:
         model = nnx.merge(self.graph, weights)
         hidden, cache = model(token_ids, work.places.positions, cache, attend)
         logits = model.logits(hidden[field["logit_rows"]])[:, : self.num_token_ids]
-        sampled = sample(logits, SamplingRows(*(field[name] for name in SamplingRows._fields)))
+        rows = SamplingRows(*(field[name] for name in SamplingRows._fields))
+        sampled = self._everywhere(partial(sample, backend=self.choice.sampling))(logits, rows)
         last_tokens = last_tokens.at[field["target_slots"]].set(sampled.token_ids, mode="drop")
         bits = jax.lax.bitcast_convert_type(sampled.logprobs, jnp.int32)
         results = jnp.stack([sampled.token_ids, bits, sampled.finite.astype(jnp.int32)])
         return StepState(cache, last_tokens), results
 
     def _attention(
-        self, q: Array, k: Array, v: Array, cache: Array, layer: Array, batch: Batch, work: XlaWork
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        cache: Array,
+        layer: Array,
+        batch: Batch,
+        work: AttentionWork,
     ) -> tuple[Array, Array]:
+        """One device's share of the heads."""
         return ragged_paged_attention(
-            q, k, v, cache, layer, *batch, backend=self.backend, work=work
+            q,
+            k,
+            v,
+            cache,
+            layer,
+            *batch,
+            layout=self.choice.layout.per_shard(self.mesh.size),
+            backend=self.choice.attention,
+            kernels=self.choice.plan,
+            work=work,
         )
 
     def _sharded(self, attention: Callable[..., tuple[Array, Array]]):
@@ -107,6 +135,15 @@ class StepProgram:
             in_specs=(heads, heads, heads, cache, everywhere, everywhere, everywhere),
             out_specs=(heads, cache),
             check_vma=False,
+        )
+
+    def _everywhere(self, sampling: Callable[..., Sampled]) -> Callable[..., Sampled]:
+        """Runs sampling whole on every device: a kernel can't be split by the compiler."""
+        if self.mesh.size == 1 or self.choice.sampling == "xla":
+            return sampling
+        spec = PartitionSpec()
+        return jax.shard_map(
+            sampling, mesh=self.mesh, in_specs=spec, out_specs=spec, check_vma=False
         )
 
 

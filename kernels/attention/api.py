@@ -9,9 +9,10 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention import checks
 from kernels.attention.cache_layout import KvLayout, kv_layout
-from kernels.attention.dispatch import AttentionWork, Backend, attend
+from kernels.attention.dispatch import AttentionWork, Backend, RunOn, attend
 from kernels.attention.lanes import pack_kv, pack_queries, unpack_output
 from kernels.attention.options import LayerData, scoring_of
+from kernels.attention.pallas.attention import KernelPlan
 from kernels.attention.quantize import scale_heads, to_cache_dtype
 from kernels.attention.ragged import BatchTables
 
@@ -37,6 +38,7 @@ def ragged_paged_attention(
     decode_queries: int = 1,
     layout: KvLayout | None = None,
     backend: Backend = "xla",
+    kernels: KernelPlan | None = None,
     work: AttentionWork | None = None,
 ) -> tuple[Float[Array, "T N H"], Float[Array, "L P planes R S width"]]:
     """Causal attention of a packed ragged batch of chunks and decodes over a paged KV cache.
@@ -66,7 +68,9 @@ def ragged_paged_attention(
         soft_cap: c of `c * tanh(score / c)`, applied after the factor.
         decode_queries: the longest row (1..32 new tokens) that runs as a decode.
         layout: how the cache lies; None: `[L, P, 2, K, S, H]`.
-        backend: "reference" (defines correct) or "xla".
+        backend: "reference" (defines correct), "xla", "pallas" (TPU), or "pallas-interpret" (the
+            TPU kernels, interpreted on any device with races and stray reads checked).
+        kernels: what the Pallas backends are compiled with (`plan_kernels`).
         work: `attention_work(...)` of the same step and backend, to share it between layers.
 
     Returns:
@@ -108,8 +112,7 @@ def ragged_paged_attention(
         work,
         layout=layout,
         scoring=scoring_of(data, q.shape[2] ** -0.5 if scale is None else scale, soft_cap),
-        backend=backend,
-        decode_queries=decode_queries,
+        run=RunOn(backend, decode_queries, kernels),
     )
     return scale_heads(unpack_output(layout, out), v_scale).astype(q.dtype), cache
 

@@ -7,20 +7,37 @@ Never picks a backend by looking at devices or the environment: the caller knows
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Literal
 
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.cache_layout import KvLayout
 from kernels.attention.geometry import Scoring
 from kernels.attention.options import LayerData
+from kernels.attention.pallas.attention import (
+    KernelPlan,
+    PallasWork,
+    pallas_attention,
+    pallas_work,
+)
 from kernels.attention.ragged import BatchTables
 from kernels.attention.reference import reference_attention
 from kernels.attention.xla import XlaWork, xla_attention, xla_work
 
-Backend = Literal["reference", "xla"]
-BACKENDS: tuple[str, ...] = ("reference", "xla")
-AttentionWork = XlaWork
+Backend = Literal["reference", "xla", "pallas", "pallas-interpret"]
+BACKENDS: tuple[str, ...] = ("reference", "xla", "pallas", "pallas-interpret")
+AttentionWork = XlaWork | PallasWork
+
+
+@dataclass(frozen=True, slots=True)
+class RunOn:
+    """Backend of a call, longest row that runs as a decode, kernels of a Pallas backend."""
+
+    backend: Backend
+    decode_queries: int = 1
+    kernels: KernelPlan | None = None
 
 
 def attention_work(
@@ -32,13 +49,17 @@ def attention_work(
     num_tokens: int,
     page_size: int,
     backend: Backend = "xla",
+    kernels: KernelPlan | None = None,
 ) -> AttentionWork:
     """Computes what all layers of one step share; `ragged_paged_attention` takes it as `work`.
 
-    Every backend's work has `places`, where each token belongs.
+    Every backend's work has `places`, where each token belongs. The Pallas backends need the
+    `kernels` the op will be called with.
     """
-    check_backend(backend)
+    check_backend(backend, kernels)
     tables = BatchTables(page_table, kv_lens, cu_q_lens, num_seqs)
+    if kernels is not None:
+        return pallas_work(tables, num_tokens=num_tokens, plan=kernels)
     return xla_work(tables, num_tokens=num_tokens, page_size=page_size)
 
 
@@ -53,16 +74,32 @@ def attend(
     *,
     layout: KvLayout,
     scoring: Scoring,
-    backend: Backend,
-    decode_queries: int,
+    run: RunOn,
 ) -> tuple[Float[Array, "T N Wv"], Array]:
     """Runs one layer; returns `(out, cache)`, out in float32 or the dtype of `q`.
 
     `v_new` is None for shared rows, whose first `Wv` lanes are the values. Padding tokens yield
     zeros.
     """
-    check_backend(backend)
-    if backend == "reference":
+    check_backend(run.backend, run.kernels)
+    if run.kernels is not None:
+        _check_plan(run.kernels, layout, q, run.decode_queries)
+        if work is None:
+            work = pallas_work(tables, num_tokens=q.shape[0], plan=run.kernels)
+        assert isinstance(work, PallasWork)
+        interpreted = run.backend == "pallas-interpret"
+        return pallas_attention(
+            q.astype(run.kernels.geometry.q_dtype),
+            k_new,
+            v_new,
+            cache,
+            data,
+            work,
+            scoring=scoring,
+            plan=run.kernels,
+            interpret=interpreted and pltpu.InterpretParams(detect_races=True),
+        )
+    if run.backend == "reference":
         return reference_attention(
             q,
             k_new,
@@ -72,10 +109,11 @@ def attend(
             tables,
             scoring=scoring,
             value_width=layout.value_width,
-            decode_queries=decode_queries,
+            decode_queries=run.decode_queries,
         )
     if work is None:
         work = xla_work(tables, num_tokens=q.shape[0], page_size=layout.page_size)
+    assert isinstance(work, XlaWork)
     return xla_attention(
         q,
         k_new,
@@ -85,11 +123,27 @@ def attend(
         work,
         scoring=scoring,
         value_width=layout.value_width,
-        decode_queries=decode_queries,
+        decode_queries=run.decode_queries,
     )
 
 
-def check_backend(backend: str) -> None:
-    """Raises `ValueError` for a backend nobody has."""
+def check_backend(backend: str, kernels: KernelPlan | None) -> None:
+    """Raises `ValueError` for a backend nobody has, or kernels without their backend."""
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend.startswith("pallas") != (kernels is not None):
+        given = "none" if kernels is None else "some"
+        raise ValueError(
+            f"kernels (plan_kernels) go with the pallas backends, got {given} with {backend!r}"
+        )
+
+
+def _check_plan(plan: KernelPlan, layout: KvLayout, q: Array, decode_queries: int) -> None:
+    right = layout.geometry(q.shape[1], plan.geometry.q_dtype)
+    if plan.geometry != right:
+        raise ValueError(f"kernels were planned for {plan.geometry}, these arrays are {right}")
+    if plan.decode.decode_queries != decode_queries:
+        raise ValueError(
+            f"kernels were planned for decode_queries={plan.decode.decode_queries}, "
+            f"got {decode_queries}"
+        )

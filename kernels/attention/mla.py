@@ -12,9 +12,10 @@ from jaxtyping import Array, Float, Int
 
 from kernels.attention import checks
 from kernels.attention.cache_layout import KvLayout, latent_layout
-from kernels.attention.dispatch import AttentionWork, Backend, attend
+from kernels.attention.dispatch import AttentionWork, Backend, RunOn, attend
 from kernels.attention.lanes import pad_lanes
 from kernels.attention.options import LayerData, scoring_of
+from kernels.attention.pallas.attention import KernelPlan
 from kernels.attention.quantize import scale_heads, to_cache_dtype
 from kernels.attention.ragged import BatchTables
 
@@ -41,6 +42,7 @@ def mla_ragged_paged_attention(
     decode_queries: int = 1,
     layout: KvLayout | None = None,
     backend: Backend = "xla",
+    kernels: KernelPlan | None = None,
     work: AttentionWork | None = None,
 ) -> tuple[Float[Array, "T N R"], Float[Array, "L P 1 1 S width"]]:
     """`ragged_paged_attention` over latent rows: same batch, same options, same errors.
@@ -103,8 +105,7 @@ def mla_ragged_paged_attention(
         work,
         layout=layout,
         scoring=scoring_of(data, scale, soft_cap),
-        backend=backend,
-        decode_queries=decode_queries,
+        run=RunOn(backend, decode_queries, kernels),
     )
     return queries(out[..., :latent_dim], kv_scale).astype(q_latent.dtype), cache
 
