@@ -1,10 +1,12 @@
 """The chunk kernel against the float64 oracle, in the Pallas interpreter.
 
 Races, reads out of bounds and uninitialised memory are looked for; slots nobody owns hold NaN.
+Owns also the list of faults that these tests must notice.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,48 +14,96 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.attention.geometry import Geometry, Scoring
+from kernels.attention.pallas import chunk, chunk_copies, chunk_step
 from kernels.attention.pallas.chunk import chunk_attention
-from kernels.attention.pallas.chunk_blocks import ChunkBlocks
-from kernels.attention.pallas.chunk_work import chunk_work
+from kernels.attention.pallas.chunk_blocks import (
+    ChunkBlocks,
+    candidate_blocks,
+    check_blocks,
+    vmem_bytes,
+)
+from kernels.attention.pallas.chunk_work import ChunkWork, block_at, chunk_work, item_at
 from kernels.attention.pallas.tables import LayerData, step_tables
+from kernels.chips import CHIPS, Chip
 from tests.attention_cases import Case, assert_correct, make_case, oracle
 
 # q_tokens, kv_block, kv_slots, band_heads, step_bands
-SMALL = ChunkBlocks(64, 64, 2, 2, 1)
-WIDE = ChunkBlocks(128, 32, 3, 1, 2)
+SMALL = ChunkBlocks(32, 32, 2, 4, 1)
+SQUARE = ChunkBlocks(64, 64, 3, 2, 1)
+FLAT = ChunkBlocks(128, 32, 2, 1, 2)
+
+BF16 = dict(q_dtype="bfloat16", kv_dtype="bfloat16")
+# Everything at once, in few steps; the last row's tile holds the row before as well.
+ALL = dict(
+    rows=[(5, 1), (45, 40), (3, 9)],
+    heads=(4, 1, 128),
+    window=20,
+    sinks=True,
+    soft_cap=2.0,
+    gain=3.0,
+)
 
 QUICK: dict[str, tuple[ChunkBlocks, dict[str, Any]]] = {
-    "whole prompt": (SMALL, dict(rows=[(0, 130)], heads=(2, 1, 128))),
-    "mixed, bf16": (
-        WIDE,
-        dict(
-            rows=[(5, 1), (37, 100), (16, 3), (0, 2), (3, 17)],
-            heads=(4, 2, 128),
-            page_size=32,
-            q_dtype="bfloat16",
-            kv_dtype="bfloat16",
-        ),
-    ),
-    "window, sinks and soft cap": (
-        SMALL,
-        dict(
-            rows=[(150, 70), (200, 9)],
-            heads=(2, 1, 128),
-            window=40,
-            sinks=True,
-            soft_cap=2.0,
-            gain=3.0,
-        ),
+    "everything at once": (SMALL, ALL),
+    "two KV heads, two steps a block": (
+        SQUARE,
+        dict(rows=[(37, 70), (0, 1), (16, 2)], heads=(4, 2, 128), **BF16),
     ),
     "int8": (
         SMALL,
+        dict(rows=[(33, 35)], heads=(4, 1, 128), page_size=32, q_dtype="bfloat16", kv_dtype="int8"),
+    ),
+    "latent": (
+        SMALL,
+        dict(rows=[(21, 35)], heads=(8, 1, 256), value_width=128, **BF16),
+    ),
+}
+
+LONG: dict[str, tuple[ChunkBlocks, dict[str, Any]]] = {
+    "whole prompts": (SQUARE, dict(rows=[(0, 130), (0, 64), (0, 63)], heads=(2, 1, 128))),
+    "borders of pages and blocks": (
+        SQUARE,
+        dict(rows=[(63, 65), (64, 64), (65, 63), (15, 17), (16, 16)], heads=(2, 1, 128)),
+    ),
+    "more rows than a block": (
+        FLAT,
+        dict(rows=[(7 * i, 2 + i % 5) for i in range(9)], heads=(4, 2, 128), page_size=32),
+    ),
+    "window of one": (SMALL, dict(rows=[(70, 40)], heads=(4, 1, 128), window=1)),
+    "window of all": (SMALL, dict(rows=[(33, 20)], heads=(4, 1, 128), window=0)),
+    "window at block borders": (
+        SMALL,
+        dict(rows=[(100, 70), (64, 33)], heads=(4, 1, 128), window=32),
+    ),
+    "fp8": (
+        SQUARE,
         dict(
             rows=[(21, 70), (64, 33)],
             heads=(4, 2, 128),
             page_size=32,
+            window=30,
             q_dtype="bfloat16",
-            kv_dtype="int8",
+            kv_dtype="float8_e4m3fn",
         ),
+    ),
+    "three heads, width 256": (
+        ChunkBlocks(128, 64, 2, 3, 1),
+        dict(rows=[(5, 37), (16, 2)], heads=(3, 1, 256)),
+    ),
+    "seven heads": (ChunkBlocks(128, 32, 2, 7, 1), dict(rows=[(20, 30)], heads=(14, 2, 128))),
+    "pages wider than blocks": (
+        SQUARE,
+        dict(rows=[(300, 70)], heads=(2, 1, 128), page_size=256, **BF16),
+    ),
+    "shared prefix": (
+        SQUARE,
+        dict(rows=[(70, 40), (64, 33)], heads=(2, 1, 128), shared_pages=4),
+    ),
+    "decodes alone": (SQUARE, dict(rows=[(70, 1), (64, 1)], heads=(2, 1, 128))),
+    "rows up to eight go to the other call": (
+        SQUARE,
+        dict(rows=[(70, 8), (64, 9), (3, 7)], heads=(2, 1, 128), decode_queries=8, tree=True),
     ),
 }
 
@@ -105,3 +155,205 @@ def check(blocks: ChunkBlocks, **spec: Any) -> None:
 def test_matches_oracle(name: str) -> None:
     blocks, spec = QUICK[name]
     check(blocks, **spec)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", LONG)
+def test_matches_oracle_long(name: str) -> None:
+    blocks, spec = LONG[name]
+    check(blocks, **spec)
+
+
+# --- faults ----------------------------------------------------------------------------------
+
+
+def keep_clean_rows(mem: Any, slot: Any) -> None:
+    """Forgets to clear values that a weight of zero meets."""
+
+
+def wider_window(mem: Any, slot: Any) -> None:
+    chunk_step_mark_seen(replace(mem, window=mem.window + 1), slot)
+
+
+def later_tokens(mem: Any, slot: Any) -> None:
+    mem.ring[slot, chunk_copies.OWN_ROW] += 1
+    chunk_step_mark_seen(mem, slot)
+
+
+def no_wait(mem: Any, slot: Any) -> None:
+    """Forgets to wait for a block."""
+
+
+def other_slot(mem: Any, group: Any, nth: int, slot: Any) -> Any:
+    return chunk_step_values_of(mem, group, nth, 1 - slot)
+
+
+def other_queries(mem: Any, before: Any, now: Any, parity: Any) -> None:
+    chunk_step_step(mem, before, now, 1 - parity)
+
+
+def carried_over(mem: Any, band: Any, parity: Any) -> None:
+    """Leaves maxima and sums in place for the next item."""
+    kept = {name: mem.vmem[name][band] for name in ("acc", "top")}
+    chunk_step_finish(mem, band, parity)
+    for name, value in kept.items():
+        mem.vmem[name][band] = value
+
+
+def no_cap(mem: Any, *where: Any) -> Any:
+    return chunk_step_score(replace(mem, scoring=replace(mem.scoring, soft_cap=None)), *where)
+
+
+def no_sinks(mem: Any, band: Any, parity: Any) -> None:
+    chunk_step_finish(replace(mem, sinks=None), band, parity)
+
+
+def no_neighbour(*_: Any) -> None:
+    """Overwrites the rows that the item before wrote in a shared tile."""
+
+
+def turned_too_far(rows: Any, by: Any) -> Any:
+    return chunk_copies_turn(rows, by + 1)
+
+
+def no_tail(mem: Any, slot: Any, act: Any) -> None:
+    """Forgets the tiles of a page that is partly filled, and to wait for them."""
+
+
+chunk_step_mark_seen, chunk_step_values_of = chunk_step.mark_seen, chunk_step.values_of
+chunk_step_step, chunk_step_finish = chunk_step.step, chunk_step.finish
+chunk_step_score, chunk_copies_turn = chunk_step.score, chunk_copies._turn
+
+FAULTS: dict[str, tuple[Any, str, Any]] = {
+    "values are not masked": (chunk_step, "clear_rows", keep_clean_rows),
+    "window is one too wide": (chunk_step, "mark_seen", wider_window),
+    "tokens see the next one": (chunk_step, "mark_seen", later_tokens),
+    "a block is not waited for": (chunk_copies, "wait_for_block", no_wait),
+    "values of another slot": (chunk_step, "values_of", other_slot),
+    "queries of another item": (chunk_step, "step", other_queries),
+    "maximum and sums carried over": (chunk_step, "finish", carried_over),
+    "soft cap forgotten": (chunk_step, "score", no_cap),
+    "sinks forgotten": (chunk_step, "finish", no_sinks),
+    "neighbour's rows overwritten": (chunk, "_keep_neighbour", no_neighbour),
+    "new rows turned too far": (chunk_copies, "_turn", turned_too_far),
+    "tail of a page not fetched": (chunk_copies, "_tail_copies", no_tail),
+}
+# Two chunks that share a tile, besides.
+FAULT_CASE = ALL | dict(rows=[(45, 40), (3, 9)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module, function, fault = FAULTS[name]
+    monkeypatch.setattr(module, function, fault)
+    with pytest.raises(Exception) as noticed:  # noqa: PT011 - races and wrong values differ
+        check(SMALL, **FAULT_CASE)
+    assert not isinstance(noticed.value, (NameError, TypeError, AttributeError))
+
+
+# --- the work list -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [0, 1, 31, 32, 33, 500])
+def test_blocks_cover_what_is_seen_and_no_more(window: int) -> None:
+    rows = [(0, 70), (5, 1), (33, 31), (64, 2), (100, 129), (1, 15)]
+    case = make_case(rows, num_tokens=300, num_rows=8, page_size=16, stored=True)
+    geometry = case.geometry()
+    tables = step_tables(*map(jnp.asarray, case.tables()), decode_queries=1)
+    work = chunk_work(tables, num_tokens=300, geometry=geometry, blocks=SQUARE)
+    work = type(work)(*map(np.asarray, work))
+    taken: list[int] = []
+    for index in range(int(work.num_items)):
+        item, blocks = _item(work, index, window)
+        tokens = np.arange(max(item.q_start, item.first), item.q_end)
+        taken += tokens.tolist()
+        before, q_len = rows[int(item.seq)]
+        own = before + tokens - case.cu_q_lens[item.seq]
+        first = np.maximum(own - window + 1, 0) if window else np.zeros_like(own)
+        covered: list[int] = []
+        for block in blocks:
+            places = np.arange(block.low, block.high) + block.position
+            assert len(places) > 0
+            assert (block.position % SQUARE.kv_block == 0) or block.is_new
+            assert (places >= before).all() if block.is_new else (places < before).all()
+            seen = (places <= own[:, None]) & (places >= first[:, None])
+            whole = len(places) == SQUARE.kv_block and bool(seen.all())
+            assert bool(block.masked) == (not whole)
+            covered += places.tolist()
+        assert covered == list(range(first.min(), covered[-1] + 1))
+        assert own.max() <= covered[-1] < before + q_len
+    expected = [
+        t
+        for row, (_, q_len) in enumerate(rows)
+        if q_len > 1
+        for t in range(case.cu_q_lens[row], case.cu_q_lens[row + 1])
+    ]
+    assert taken == expected
+
+
+@pytest.mark.parametrize("length", [32_767, 32_768, 32_769, 1_048_575, 1_048_576, 1_048_577])
+def test_positions_are_exact_at_a_million(length: int) -> None:
+    """Nothing is allocated: the index arithmetic alone, against Python's integers."""
+    q_len, window = 100, 70_000
+    arrays = dict(item_seqs=[0, 0], item_blocks=[0, 1], cu_q_lens=[3, 3 + q_len], kv_lens=[length])
+    empty = np.zeros(1, np.int32)
+    work = ChunkWork(
+        **{name: np.array(value, np.int32) for name, value in arrays.items()},
+        num_items=np.int32(2),
+        first_pages=empty,
+        last_pages=empty,
+        page_ids=empty,
+        item_pages=empty,
+    )
+    start = length - q_len
+    for index, first_token in enumerate([3, 64]):
+        for seen_back in (0, window):
+            item, blocks = _item(work, index, seen_back)
+            lowest = max(start + first_token - 3 - seen_back + 1, 0) if seen_back else 0
+            assert (int(item.lowest), int(item.start)) == (lowest, start)
+            assert blocks[0].position + blocks[0].low == lowest
+            last = blocks[-1].position + blocks[-1].high - 1
+            assert start + min(first_token + 63, q_len) - 3 <= last < length
+            assert len(blocks) <= (length - lowest) // SQUARE.kv_block + 3
+
+
+def _item(work: ChunkWork, index: int, window: int) -> tuple[Any, list[Any]]:
+    sizes = dict(tile=16, kv_block=SQUARE.kv_block)
+    item = item_at(index, work, np.int32(window), q_tokens=SQUARE.q_tokens, **sizes)
+    if int(item.num_blocks) > 8:  # the first and the last ones say enough
+        order = [0, 1, int(item.num_blocks) - 2, int(item.num_blocks) - 1]
+    else:
+        order = range(int(item.num_blocks))
+    blocks = [block_at(item, np.int32(nth), np.int32(window), **sizes) for nth in order]
+    return type(item)(*map(int, item)), [type(b)(*map(int, b)) for b in blocks]
+
+
+# --- block sizes -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
+@pytest.mark.parametrize(
+    "heads", [(32, 8, 128), (8, 2, 128), (16, 8, 256), (4, 1, 256), (9, 3, 128)]
+)
+def test_default_blocks_fit(chip: Chip, heads: tuple[int, int, int]) -> None:
+    n, k, h = heads
+    geometry, scoring = Geometry(n, k, h, h, 16), Scoring(h**-0.5)
+    for blocks in candidate_blocks(geometry, scoring, chip):
+        check_blocks(geometry, scoring, blocks, chip)
+        assert vmem_bytes(geometry, scoring, blocks) <= chip.vmem_bytes * 7 // 8
+
+
+def test_blocks_that_do_not_fit_are_refused_with_some_that_do() -> None:
+    geometry, scoring = Geometry(32, 8, 128, 128, 16), Scoring(1.0)
+    huge = ChunkBlocks(256, 1024, 4, 4, 4)
+    with pytest.raises(ValueError, match=r"need \d+ bytes of VMEM, \d+ too many; these fit v4: "):
+        check_blocks(geometry, scoring, huge, CHIPS["v4"])
+    for change, what in [
+        (dict(q_tokens=96), "q_tokens must be a power of two"),
+        (dict(band_heads=3), "must divide N/K"),
+        (dict(step_bands=3), "step_bands must divide"),
+        (dict(kv_slots=1), "kv_slots must be at least 2"),
+    ]:
+        with pytest.raises(ValueError, match=what):
+            check_blocks(geometry, scoring, replace(huge, **change), CHIPS["v6e"])

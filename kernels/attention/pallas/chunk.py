@@ -246,7 +246,9 @@ def _begin(mem: copies.Memory) -> None:
 
     @pl.loop(0, mem.blocks.kv_slots - 1)
     def _(_: Any) -> None:
-        copies.start_next_block(mem)
+        copies.wait_for_ids(mem)
+        copies.start_whole(mem, 0, 1)
+        copies.advance(mem)
 
 
 def _begin_item(mem: copies.Memory, index: Any, item: Item) -> None:
@@ -266,25 +268,29 @@ def _run_block(
     real = index < mem.work.num_items
     pl.when(real)(lambda: _prepare_block(mem, slot))
 
+    groups = num_bands(mem.geometry, mem.blocks) // mem.blocks.step_bands
+
     def run_step(group: Any, before: tuple[Any, Any]) -> tuple[Any, Any]:
         steps.step(mem, before, (slot, group), index & 1)
-
-        # The block before is done with; so is the item before, at an item's first block.
-        @pl.when(group == 0)
-        def _() -> None:
-            pl.when(nth == 0)(lambda: _turn_over(mem, index))
-            copies.start_next_block(mem)
-
+        # The slot of the block before is free now. In the step's own stretch of code: its last
+        # results take long to come, and nothing else is left to do.
+        copies.start_whole(mem, group, groups)
+        pl.when((nth == 0) & (group == 0))(lambda: _turn_over(mem, index))
         return slot, group
 
-    groups = num_bands(mem.geometry, mem.blocks) // mem.blocks.step_bands
-    before = lax.fori_loop(0, jnp.where(real, groups, 1), run_step, state[1:])
+    if groups == 1:
+        run_step(0, state[1:])
+        before = (slot, jnp.int32(0))
+    else:
+        before = lax.fori_loop(0, jnp.where(real, groups, 1), run_step, state[1:])
+    copies.advance(mem)
     return (jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1), *before)
 
 
 def _prepare_block(mem: copies.Memory, slot: Any) -> None:
     """Waits for a block, and clears and hides what no query may see."""
     ring, cursor = mem.ring, mem.cursor
+    copies.wait_for_ids(mem)
     copies.wait_for_block(mem, slot)
     low, high = ring[slot, copies.LOW], ring[slot, copies.HIGH]
     masked = ring[slot, copies.MASKED] == 1

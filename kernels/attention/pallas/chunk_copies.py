@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,105 +82,138 @@ class Memory:
 # --- KV blocks -------------------------------------------------------------------------------
 
 
-def _partial_copies(
-    mem: Memory, slot: Any, page_of: Callable[[Any], Any], act: Callable[[Any], None]
-) -> None:
-    """Calls `act` on every copy of a context block: whole pages, then tiles of the last one."""
-    piece = min(mem.geometry.page_size, mem.blocks.kv_block)
-    low, high = mem.ring[slot, LOW], mem.ring[slot, HIGH]
-    piece_shift, tile_shift = _log2(piece), _log2(mem.tile)
-    whole = high >> piece_shift
+class Upcoming(NamedTuple):
+    """The block under the cursor, and how much of it whole transfers bring."""
 
-    @pl.loop(low >> piece_shift, whole)
-    def _(i: Any) -> None:
-        act(_rows_copy(mem, slot, i * piece, piece, page_of))
+    block: KvBlock
+    slot: Any
+    exists: Any
+    own_row: Any
 
-    @pl.loop(whole << (piece_shift - tile_shift), (high + mem.tile - 1) >> tile_shift)
-    def _(i: Any) -> None:
-        act(_rows_copy(mem, slot, i * mem.tile, mem.tile, page_of))
+    def ring_words(self, kv_block: int) -> tuple[Any, ...]:
+        block = self.block
+        full = (block.low == 0) & (block.high == kv_block)
+        whole = (block.is_new | full).astype(jnp.int32)
+        masked = block.masked.astype(jnp.int32)
+        return whole, block.position, block.low, block.high, masked, self.own_row
 
 
-def _rows_copy(
-    mem: Memory, slot: Any, first_row: Any, rows: int, page_of: Callable[[Any], Any]
-) -> Any:
-    first_row = pl.multiple_of(first_row, mem.tile)
-    position = mem.ring[slot, POSITION] + first_row
-    return pltpu.make_async_copy(
-        mem.page_rows(page_of(position), position, rows),
-        mem.vmem["kv"].at[slot, :, :, pl.ds(first_row, rows), :],
-        mem.sems["kv"].at[slot],
-    )
+def upcoming(mem: Memory) -> Upcoming:
+    item, cursor = _item_under_cursor(mem), mem.cursor
+    block = mem.block(item, cursor[NEXT_BLOCK])
+    own_row = item.position(item.q_start) - block.position
+    return Upcoming(block, cursor[NEXT_SLOT], cursor[NEXT_ITEM] < mem.work.num_items, own_row)
 
 
-def _new_copy(mem: Memory, token: Any, slot: Any) -> Any:
+def start_whole(mem: Memory, group: Any, num_groups: int) -> None:
+    """Starts one group's share of the whole transfers of the block under the cursor.
+
+    No branches, so that a step's arithmetic hides the scalar work: a page that is not wanted is a
+    transfer of no plane.
+    """
+    following = upcoming(mem)
+    block, slot, planes = following.block, following.slot, mem.geometry.num_planes
+    if num_groups == 1 or isinstance(group, int):
+        is_first = following.exists
+    else:
+        is_first = following.exists & (group == 0)
+    wanted = jnp.where(is_first & block.is_new, planes, 0)
+    _new_copy(mem, jnp.where(block.is_new, block.token, 0), slot, wanted).start()
+
+    page_size, kv_block = mem.geometry.page_size, mem.blocks.kv_block
+    piece = min(page_size, kv_block)
+    pieces = kv_block // piece
+    share = -(-pieces // num_groups)
+    in_pages = following.exists & ~block.is_new
+    first = block.position >> mem.page_shift
+    for i in range(share):
+        number = group * share + i
+        row = pl.multiple_of(jnp.minimum(number, pieces - 1) * piece, piece)
+        is_whole = (number < pieces) & (row + piece > block.low) & (row + piece <= block.high)
+        wanted = jnp.where(in_pages & is_whole, planes, 0)
+        page = mem.ids[0, (first + number) & (IDS_PER_WINDOW - 1)]
+        inside = 0 if piece == page_size else block.position & (page_size - 1)
+        pltpu.make_async_copy(
+            mem.cache.at[mem.layer, page, pl.ds(0, wanted), :, pl.ds(inside, piece), :],
+            mem.vmem["kv"].at[slot, pl.ds(0, wanted), :, pl.ds(row, piece), :],
+            mem.sems["kv"].at[slot],
+        ).start()
+
+
+def _new_copy(mem: Memory, token: Any, slot: Any, planes: Any) -> Any:
     # One tile of padding stands in front of the first token.
     row = pl.multiple_of(token + mem.tile, mem.tile)
     return pltpu.make_async_copy(
-        mem.hbm_new.at[:, :, pl.ds(row, mem.blocks.kv_block), :],
-        mem.vmem["kv"].at[slot],
+        mem.hbm_new.at[pl.ds(0, planes), :, pl.ds(row, mem.blocks.kv_block), :],
+        mem.vmem["kv"].at[slot, pl.ds(0, planes)],
         mem.sems["kv"].at[slot],
     )
 
 
-def wait_for_block(mem: Memory, slot: Any) -> None:
-    whole = mem.ring[slot, WHOLE] == 1
+def advance(mem: Memory) -> None:
+    """Starts what `start_whole` left of the block under the cursor, and moves the cursor on."""
+    cursor, following = mem.cursor, upcoming(mem)
+    block, slot = following.block, following.slot
 
-    @pl.when(whole)
+    @pl.when(following.exists)
     def _() -> None:
-        # Several transfers count the same bytes as this one.
-        _new_copy(mem, 0, slot).wait()
-
-    @pl.when(~whole)
-    def _() -> None:
-        _partial_copies(mem, slot, lambda _: 0, lambda copy: copy.wait())
-
-
-def start_next_block(mem: Memory) -> None:
-    """Starts the block under the cursor, moves the cursor on and fetches its page ids."""
-    cursor = mem.cursor
-
-    @pl.when(cursor[NEXT_ITEM] < mem.work.num_items)
-    def _() -> None:
-        item = _item_under_cursor(mem)
-        nth, slot = cursor[NEXT_BLOCK], cursor[NEXT_SLOT]
-        block = mem.block(item, nth)
-        full = (block.low == 0) & (block.high == mem.blocks.kv_block)
-        own_row = item.position(item.q_start) - block.position
-        flags = [flag.astype(jnp.int32) for flag in (block.is_new | full, block.masked)]
-        words = (flags[0], block.position, block.low, block.high, flags[1], own_row)
+        words = following.ring_words(mem.blocks.kv_block)
         for name, word in enumerate(words):
             mem.ring[slot, name] = word
 
-        @pl.when(block.is_new)
+        @pl.when((words[WHOLE] == 0) & ~block.is_new)
         def _() -> None:
-            _new_copy(mem, block.token, slot).start()
+            _tail_copies(mem, slot, lambda copy: copy.start())
 
-        @pl.when(~block.is_new)
-        def _() -> None:
-            _start_context(mem, slot, full)
-
-        is_last = nth + 1 == item.num_blocks
-        cursor[NEXT_BLOCK] = jnp.where(is_last, 0, nth + 1)
+        nth = cursor[NEXT_BLOCK] + 1
+        is_last = nth == _item_under_cursor(mem).num_blocks
+        cursor[NEXT_BLOCK] = jnp.where(is_last, 0, nth)
         cursor[NEXT_SLOT] = jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1)
         pl.when(is_last)(lambda: put_cursor(mem, cursor[NEXT_ITEM] + 1))
         start_ids(mem)
 
 
-def _start_context(mem: Memory, slot: Any, full: Any) -> None:
-    _wait_for_ids(mem)
-    piece = min(mem.geometry.page_size, mem.blocks.kv_block)
+def _tail_copies(mem: Memory, slot: Any, act: Callable[[Any], None]) -> None:
+    """Calls `act` on the tiles of a context block's last, partly filled page."""
+    piece_shift = _log2(min(mem.geometry.page_size, mem.blocks.kv_block))
+    tile_shift = _log2(mem.tile)
+    high = mem.ring[slot, HIGH]
 
-    def page_of(position: Any) -> Any:
-        return mem.ids[0, (position >> mem.page_shift) & (IDS_PER_WINDOW - 1)]
+    @pl.loop(high >> piece_shift << (piece_shift - tile_shift), (high + mem.tile - 1) >> tile_shift)
+    def _(i: Any) -> None:
+        row = pl.multiple_of(i * mem.tile, mem.tile)
+        position = mem.ring[slot, POSITION] + row
+        page = mem.ids[0, (position >> mem.page_shift) & (IDS_PER_WINDOW - 1)]
+        act(
+            pltpu.make_async_copy(
+                mem.page_rows(page, position, mem.tile),
+                mem.vmem["kv"].at[slot, :, :, pl.ds(row, mem.tile), :],
+                mem.sems["kv"].at[slot],
+            )
+        )
 
-    @pl.when(full)
+
+def wait_for_block(mem: Memory, slot: Any) -> None:
+    """Waits for the bytes of a block; the transfers that brought them need not be told apart."""
+    planes, piece = mem.geometry.num_planes, min(mem.geometry.page_size, mem.blocks.kv_block)
+    whole = mem.ring[slot, WHOLE] == 1
+    shift = _log2(piece)
+
+    @pl.when(whole)
     def _() -> None:
-        for row in range(0, mem.blocks.kv_block, piece):
-            _rows_copy(mem, slot, row, piece, page_of).start()
+        _new_copy(mem, 0, slot, planes).wait()
 
-    @pl.when(~full)
+    @pl.when(~whole)
     def _() -> None:
-        _partial_copies(mem, slot, page_of, lambda copy: copy.start())
+        @pl.loop(mem.ring[slot, LOW] >> shift, mem.ring[slot, HIGH] >> shift)
+        def _(_: Any) -> None:
+            pltpu.make_async_copy(
+                mem.page_rows(0, 0, piece),
+                mem.vmem["kv"].at[slot, :, :, pl.ds(0, piece), :],
+                mem.sems["kv"].at[slot],
+            ).wait()
+
+        _tail_copies(mem, slot, lambda copy: copy.wait())
 
 
 def put_cursor(mem: Memory, index: Any) -> None:
@@ -216,7 +249,7 @@ def start_ids(mem: Memory) -> None:
             pltpu.make_async_copy(mem.work.page_ids.at[row], mem.ids, mem.sems["ids"]).start()
 
 
-def _wait_for_ids(mem: Memory) -> None:
+def wait_for_ids(mem: Memory) -> None:
     @pl.when(mem.cursor[IDS_ON_THEIR_WAY] == 1)
     def _() -> None:
         mem.cursor[IDS_ON_THEIR_WAY] = 0
