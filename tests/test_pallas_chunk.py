@@ -262,7 +262,6 @@ def test_blocks_cover_what_is_seen_and_no_more(window: int) -> None:
     geometry = case.geometry()
     tables = step_tables(*map(jnp.asarray, case.tables()), decode_queries=1)
     work = chunk_work(tables, num_tokens=300, geometry=geometry, blocks=SQUARE)
-    work = type(work)(*map(np.asarray, work))
     taken: list[int] = []
     for index in range(int(work.num_items)):
         item, blocks = _item(work, index, window)
@@ -297,10 +296,10 @@ def test_positions_are_exact_at_a_million(length: int) -> None:
     """Nothing is allocated: the index arithmetic alone, against Python's integers."""
     q_len, window = 100, 70_000
     arrays = dict(item_seqs=[0, 0], item_blocks=[0, 1], cu_q_lens=[3, 3 + q_len], kv_lens=[length])
-    empty = np.zeros(1, np.int32)
+    empty = jnp.zeros(1, jnp.int32)
     work = ChunkWork(
-        **{name: np.array(value, np.int32) for name, value in arrays.items()},
-        num_items=np.int32(2),
+        **{name: jnp.array(value, jnp.int32) for name, value in arrays.items()},
+        num_items=jnp.int32(2),
         first_pages=empty,
         last_pages=empty,
         page_ids=empty,
@@ -314,7 +313,8 @@ def test_positions_are_exact_at_a_million(length: int) -> None:
             assert (int(item.lowest), int(item.start)) == (lowest, start)
             assert blocks[0].position + blocks[0].low == lowest
             last = blocks[-1].position + blocks[-1].high - 1
-            assert start + min(first_token + 63, q_len) - 3 <= last < length
+            own = start + min(64 * (index + 1), 3 + q_len) - 1 - 3
+            assert own <= last < length
             assert len(blocks) <= (length - lowest) // SQUARE.kv_block + 3
 
 

@@ -47,7 +47,7 @@ def decode_facts(geometry: Geometry, dims: HeadDims, blocks: DecodeBlocks) -> Wo
 
 
 def chunk_facts(geometry: Geometry, dims: HeadDims, blocks: ChunkBlocks) -> WorkFacts:
-    """A pass covers one query block and one KV block, in as many steps as there are groups."""
+    """A pass covers one query block and one KV block, in a loop over groups if there are many."""
     groups = num_bands(geometry, blocks) // blocks.step_bands
     pairs = blocks.q_tokens * blocks.kv_block
     return WorkFacts(
@@ -56,7 +56,7 @@ def chunk_facts(geometry: Geometry, dims: HeadDims, blocks: ChunkBlocks) -> Work
         num_kv_heads=geometry.num_kv_heads,
         kv_token_head_bytes=_row_bytes(geometry),
         useful_flops=pairs * _flops_per_pair(geometry, dims),
-        inner_passes=(groups,),
+        inner_passes=(groups,) if groups > 1 else (),
     )
 
 
