@@ -237,12 +237,11 @@ def _run(mem: copies.Memory) -> None:
 
 def _begin(mem: copies.Memory) -> None:
     """Fills the pipe: page ids, queries and KV blocks of the first items."""
-    for word in range(8):
+    for word in range(copies.ITEM_WORDS):
         mem.cursor[word] = -1 if word == copies.IDS_ROW else 0
     mem.cursor[copies.HIDING] = 1
     copies.query_copy(mem, mem.item(0), 0).start()
     copies.put_cursor(mem, 0)
-    copies.start_ids(mem)
 
     @pl.loop(0, mem.blocks.kv_slots - 1)
     def _(_: Any) -> None:
@@ -292,22 +291,18 @@ def _prepare_block(mem: copies.Memory, slot: Any) -> None:
     ring, cursor = mem.ring, mem.cursor
     copies.wait_for_ids(mem)
     copies.wait_for_block(mem, slot)
-    low, high = ring[slot, copies.LOW], ring[slot, copies.HIGH]
-    masked = ring[slot, copies.MASKED] == 1
 
-    @pl.when(((low > 0) | (high < mem.blocks.kv_block)) & (mem.geometry.kv_dtype != "int8"))
+    @pl.when((ring[slot, copies.PLAIN] == 0) | (cursor[copies.HIDING] == 1))
     def _() -> None:
-        steps.clear_rows(mem, slot)
+        masked = ring[slot, copies.MASKED] == 1
+        cursor[copies.HIDING] = ring[slot, copies.MASKED]
+        pl.when(masked)(lambda: steps.mark_seen(mem, slot))
+        pl.when(~masked)(lambda: steps.mark_all_seen(mem))
 
-    @pl.when(masked)
-    def _() -> None:
-        steps.mark_seen(mem, slot)
-        cursor[copies.HIDING] = 1
-
-    @pl.when(~masked & (cursor[copies.HIDING] == 1))
-    def _() -> None:
-        steps.mark_all_seen(mem)
-        cursor[copies.HIDING] = 0
+        @pl.when((ring[slot, copies.LOW] > 0) | (ring[slot, copies.HIGH] < mem.blocks.kv_block))
+        def _() -> None:
+            if mem.geometry.kv_dtype != "int8":  # which has no NaN
+                steps.clear_rows(mem, slot)
 
 
 def _turn_over(mem: copies.Memory, index: Any) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +28,16 @@ from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas.chunk_blocks import IDS_PER_WINDOW, ChunkBlocks, row_tile
 from kernels.attention.pallas.chunk_work import ChunkWork, Item, KvBlock, block_at, item_at
 
-# Words of the cursor in scalar memory; the item under it follows them.
+# Words of the cursor in scalar memory; the item under it follows them. What `start_whole` finds out
+# about the block under the cursor is left for `advance`: whether it exists, is the item's last, has
+# a tail; and the row of page ids that the block after it needs, or -1.
 NEXT_ITEM, NEXT_BLOCK, NEXT_SLOT, IDS_ROW, IDS_ON_THEIR_WAY, TILES_ON_THEIR_WAY, HIDING = range(7)
-CURSOR_WORDS = 8 + len(Item._fields)
-# Words that describe the block in a KV slot. A whole block is full, or one transfer at any rate;
-# the own row is that of the query block's first token.
-WHOLE, POSITION, LOW, HIGH, MASKED, OWN_ROW = range(6)
+EXISTS, IS_LAST, HAS_TAIL, ROW_AFTER = range(7, 11)
+ITEM_WORDS = 16
+CURSOR_WORDS = ITEM_WORDS + len(Item._fields)
+# Words that describe the block in a KV slot. A whole block is full, or one transfer at any rate; a
+# plain one is full and seen by all; the own row is that of the query block's first token.
+WHOLE, POSITION, LOW, HIGH, MASKED, OWN_ROW, PLAIN = range(7)
 
 
 @dataclass(frozen=True)
@@ -82,41 +86,17 @@ class Memory:
 # --- KV blocks -------------------------------------------------------------------------------
 
 
-class Upcoming(NamedTuple):
-    """The block under the cursor, and how much of it whole transfers bring."""
-
-    block: KvBlock
-    slot: Any
-    exists: Any
-    own_row: Any
-
-    def ring_words(self, kv_block: int) -> tuple[Any, ...]:
-        block = self.block
-        full = (block.low == 0) & (block.high == kv_block)
-        whole = (block.is_new | full).astype(jnp.int32)
-        masked = block.masked.astype(jnp.int32)
-        return whole, block.position, block.low, block.high, masked, self.own_row
-
-
-def upcoming(mem: Memory) -> Upcoming:
-    item, cursor = _item_under_cursor(mem), mem.cursor
-    block = mem.block(item, cursor[NEXT_BLOCK])
-    own_row = item.position(item.q_start) - block.position
-    return Upcoming(block, cursor[NEXT_SLOT], cursor[NEXT_ITEM] < mem.work.num_items, own_row)
-
-
 def start_whole(mem: Memory, group: Any, num_groups: int) -> None:
     """Starts one group's share of the whole transfers of the block under the cursor.
 
     No branches, so that a step's arithmetic hides the scalar work: a page that is not wanted is a
     transfer of no plane.
     """
-    following = upcoming(mem)
-    block, slot, planes = following.block, following.slot, mem.geometry.num_planes
-    if num_groups == 1 or isinstance(group, int):
-        is_first = following.exists
-    else:
-        is_first = following.exists & (group == 0)
+    item, slot, planes = _item_under_cursor(mem), mem.cursor[NEXT_SLOT], mem.geometry.num_planes
+    exists = mem.cursor[NEXT_ITEM] < mem.work.num_items
+    block = mem.block(item, mem.cursor[NEXT_BLOCK])
+    _leave_words(mem, item, block, exists)
+    is_first = exists if num_groups == 1 else exists & (group == 0)
     wanted = jnp.where(is_first & block.is_new, planes, 0)
     _new_copy(mem, jnp.where(block.is_new, block.token, 0), slot, wanted).start()
 
@@ -124,7 +104,7 @@ def start_whole(mem: Memory, group: Any, num_groups: int) -> None:
     piece = min(page_size, kv_block)
     pieces = kv_block // piece
     share = -(-pieces // num_groups)
-    in_pages = following.exists & ~block.is_new
+    in_pages = exists & ~block.is_new
     first = block.position >> mem.page_shift
     for i in range(share):
         number = group * share + i
@@ -150,27 +130,48 @@ def _new_copy(mem: Memory, token: Any, slot: Any, planes: Any) -> Any:
     )
 
 
+def _leave_words(mem: Memory, item: Item, block: KvBlock, exists: Any) -> None:
+    """Describes the block under the cursor, for `advance` and for whoever computes on it."""
+    cursor, slot = mem.cursor, mem.cursor[NEXT_SLOT]
+    full = (block.low == 0) & (block.high == mem.blocks.kv_block)
+    whole = block.is_new | full
+    own_row = item.position(item.q_start) - block.position
+    nth = cursor[NEXT_BLOCK] + 1
+    is_last = nth == item.num_blocks
+    in_pages = ~is_last & (nth < item.num_context)
+    row_after = jnp.where(in_pages, _ids_row(mem, item, block.position + mem.blocks.kv_block), -1)
+    words = (
+        whole,
+        block.position,
+        block.low,
+        block.high,
+        block.masked,
+        own_row,
+        full & ~block.masked,
+    )
+    for name, word in enumerate(words):
+        mem.ring[slot, name] = word.astype(jnp.int32)
+    for name, word in ((EXISTS, exists), (IS_LAST, is_last), (HAS_TAIL, ~whole)):
+        cursor[name] = word.astype(jnp.int32)
+    cursor[ROW_AFTER] = row_after
+
+
 def advance(mem: Memory) -> None:
     """Starts what `start_whole` left of the block under the cursor, and moves the cursor on."""
-    cursor, following = mem.cursor, upcoming(mem)
-    block, slot = following.block, following.slot
+    cursor = mem.cursor
 
-    @pl.when(following.exists)
+    @pl.when(cursor[EXISTS] == 1)
     def _() -> None:
-        words = following.ring_words(mem.blocks.kv_block)
-        for name, word in enumerate(words):
-            mem.ring[slot, name] = word
+        slot, is_last = cursor[NEXT_SLOT], cursor[IS_LAST] == 1
 
-        @pl.when((words[WHOLE] == 0) & ~block.is_new)
+        @pl.when(cursor[HAS_TAIL] == 1)
         def _() -> None:
             _tail_copies(mem, slot, lambda copy: copy.start())
 
-        nth = cursor[NEXT_BLOCK] + 1
-        is_last = nth == _item_under_cursor(mem).num_blocks
-        cursor[NEXT_BLOCK] = jnp.where(is_last, 0, nth)
+        cursor[NEXT_BLOCK] = jnp.where(is_last, 0, cursor[NEXT_BLOCK] + 1)
         cursor[NEXT_SLOT] = jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1)
         pl.when(is_last)(lambda: put_cursor(mem, cursor[NEXT_ITEM] + 1))
-        start_ids(mem)
+        pl.when(~is_last)(lambda: _start_ids(mem, cursor[ROW_AFTER]))
 
 
 def _tail_copies(mem: Memory, slot: Any, act: Callable[[Any], None]) -> None:
@@ -217,36 +218,37 @@ def wait_for_block(mem: Memory, slot: Any) -> None:
 
 
 def put_cursor(mem: Memory, index: Any) -> None:
-    """Puts the cursor at an item."""
+    """Puts the cursor at an item's first block and starts fetching the page ids of that."""
     mem.cursor[NEXT_ITEM] = index
 
     @pl.when(index < mem.work.num_items)
     def _() -> None:
-        for i, word in enumerate(mem.item(index)):
-            mem.cursor[8 + i] = word.astype(jnp.int32)
+        item = mem.item(index)
+        for i, word in enumerate(item):
+            mem.cursor[ITEM_WORDS + i] = word.astype(jnp.int32)
+        block = mem.block(item, 0)
+        _start_ids(mem, jnp.where(block.is_new, -1, _ids_row(mem, item, block.position)))
 
 
 def _item_under_cursor(mem: Memory) -> Item:
-    words = Item(*(mem.cursor[8 + i] for i in range(len(Item._fields))))
+    words = Item(*(mem.cursor[ITEM_WORDS + i] for i in range(len(Item._fields))))
     return words._replace(is_first=words.is_first == 1, is_last=words.is_last == 1)
 
 
-def start_ids(mem: Memory) -> None:
-    """Starts fetching the page ids of the block under the cursor, unless they are here."""
-    cursor = mem.cursor
+def _ids_row(mem: Memory, item: Item, position: Any) -> Any:
+    """The row of `page_ids` that names a position's page."""
+    windows = mem.work.page_ids.shape[0] // mem.work.kv_lens.shape[0]
+    return item.seq * windows + (position >> mem.page_shift >> _log2(IDS_PER_WINDOW))
 
-    @pl.when(cursor[NEXT_ITEM] < mem.work.num_items)
+
+def _start_ids(mem: Memory, row: Any) -> None:
+    """Starts fetching a row of page ids, unless it is here, or -1."""
+
+    @pl.when((row >= 0) & (row != mem.cursor[IDS_ROW]))
     def _() -> None:
-        item = _item_under_cursor(mem)
-        block = mem.block(item, cursor[NEXT_BLOCK])
-        windows = mem.work.page_ids.shape[0] // mem.work.kv_lens.shape[0]
-        row = item.seq * windows + (block.position >> mem.page_shift >> _log2(IDS_PER_WINDOW))
-
-        @pl.when(~block.is_new & (row != cursor[IDS_ROW]))
-        def _() -> None:
-            cursor[IDS_ROW] = row
-            cursor[IDS_ON_THEIR_WAY] = 1
-            pltpu.make_async_copy(mem.work.page_ids.at[row], mem.ids, mem.sems["ids"]).start()
+        mem.cursor[IDS_ROW] = row
+        mem.cursor[IDS_ON_THEIR_WAY] = 1
+        pltpu.make_async_copy(mem.work.page_ids.at[row], mem.ids, mem.sems["ids"]).start()
 
 
 def wait_for_ids(mem: Memory) -> None:
