@@ -238,8 +238,6 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "new rows turned too far": (chunk_copies, "_turn", turned_too_far),
     "tail of a page not fetched": (chunk_copies, "_tail_copies", no_tail),
 }
-# Two chunks that share a tile, besides.
-FAULT_CASE = ALL | dict(rows=[(45, 40), (3, 9)])
 
 
 @pytest.mark.long
@@ -247,9 +245,9 @@ FAULT_CASE = ALL | dict(rows=[(45, 40), (3, 9)])
 def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module, function, fault = FAULTS[name]
     monkeypatch.setattr(module, function, fault)
-    with pytest.raises(Exception) as noticed:  # noqa: PT011 - races and wrong values differ
-        check(SMALL, **FAULT_CASE)
-    assert not isinstance(noticed.value, (NameError, TypeError, AttributeError))
+    with pytest.raises(Exception) as noticed:  # noqa: PT011 - a race or a wrong value
+        check(SMALL, **ALL)
+    assert isinstance(noticed.value, AssertionError) or "race" in str(noticed.value).lower()
 
 
 # --- the work list -----------------------------------------------------------------------------
