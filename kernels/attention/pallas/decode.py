@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -570,7 +571,7 @@ def decode_attention(
             out_specs=[anywhere, anywhere],
             scratch_shapes=_scratch_shapes(shape),
         ),
-        out_shape=[out, pltpu.HBM(cache.shape, cache.dtype)],
+        out_shape=[out, jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
         input_output_aliases={aliased: 1},
         cost_estimate=_cost(shape, num_seqs, cache.shape[1], work.pages.size),
         compiler_params=pltpu.CompilerParams(
