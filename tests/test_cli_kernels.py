@@ -29,7 +29,7 @@ from server.cli.kernel_lab.compiling import geometry_of
 from server.cli.kernel_lab.launch import Compiled, CompileFailed, Job, compiler_environment
 from server.cli.kernels import ReportFlags, TuneFlags
 
-DUMP = Path(__file__).parent / "fixtures" / "kernel_dumps" / "v6e-jax0.12"
+DUMP = Path(__file__).parent / "fixtures" / "kernel_dumps" / "tiny-v6e-jax0.12"
 
 KEYS = (
     *("kernel", "chip", "n_q", "n_kv", "head_dim", "page", "kv_dtype", "phase"),

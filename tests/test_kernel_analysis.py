@@ -222,21 +222,49 @@ def test_units_are_busy_for_as_long_as_their_operations_hold_them(tmp_path: Path
 
 # --- whole dumps -------------------------------------------------------------------------------
 
-# Steady loop: first and last bundle, cycles, pushes' cycles, latencies included, optional body.
-LOOPS = {
-    "v6e-jax0.12": (0x0C, 0x80, 117, 32, 913, (110, 123)),
-    "v6e-jax0.10": (0x0C, 0x80, 117, 32, 913, (110, 123)),
-    "tpu7x-jax0.12": (0x06, 0x79, 116, 32, 884, (106, 119)),
-    "v5e-jax0.12": (0x0D, 0x83, 119, 32, 747, (102, 126)),
+# A small kernel that streams blocks, its loop: first and last bundle, cycles, pushes' cycles,
+# latencies included, optional body.
+TINY = {
+    "tiny-v6e-jax0.12": (0x0C, 0x80, 117, 32, 913, (110, 123)),
+    "tiny-v6e-jax0.10": (0x0C, 0x80, 117, 32, 913, (110, 123)),
+    "tiny-tpu7x-jax0.12": (0x06, 0x79, 116, 32, 884, (106, 119)),
+    "tiny-v5e-jax0.12": (0x0D, 0x83, 119, 32, 747, (102, 126)),
+}
+# The decode kernel with 8/2 heads, its steady loop: first and last bundle, cycles, with latencies.
+DECODE = {
+    "decode-v6e-jax0.12": (0x120, 0x5C8, 1193, 2018),
+    "decode-v6e-jax0.10": (0x120, 0x5CF, 1200, 2020),
+    "decode-tpu7x-jax0.12": (0x116, 0x5EA, 1237, 2521),
 }
 
 
-@pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.parametrize("name", DECODE)
+def test_the_decode_kernel_is_read(name: str) -> None:
+    schedule = read(name)
+    assert schedule.name == "paged_decode_attention.1"
+    root, filling, steady = schedule.loops
+    assert schedule.hot is steady
+    assert (steady.first, steady.last, steady.longest.estimate, steady.scheduled) == DECODE[name]
+    assert steady.steady == steady.longest  # a step has no branch
+    assert steady.all_in.units.push_cycles == 288
+    assert steady.num_waits == 36
+    assert len(steady.transfers) == 36
+    assert {transfer.kind for transfer in steady.transfers} == {
+        "hbm_to_smem",
+        "hbm_to_vmem",
+        "vmem_to_hbm",
+    }
+    assert filling.all_in.bundles + steady.all_in.bundles < schedule.num_bundles
+    assert root.all_in.units.mxu_cycles == 0
+    assert schedule.memory["vmem"] == 937984
+
+
+@pytest.mark.parametrize("name", TINY)
 def test_a_dump_is_read_whole(name: str) -> None:
     schedule = read(name)
-    first, last, cycles, push_cycles, scheduled, body = LOOPS[name]
+    first, last, cycles, push_cycles, scheduled, body = TINY[name]
     assert (schedule.name, schedule.kind) == ("tiny_attention.1", "custom-call")
-    assert name.split("-")[0] in schedule.machine.chips
+    assert name.split("-")[1] in schedule.machine.chips
     root, loop = schedule.loops
     assert (loop.path, loop.first, loop.last) == ("0.0", first, last)
     assert loop.all_in.cycles == loop.longest.estimate == cycles
@@ -253,7 +281,7 @@ def test_a_dump_is_read_whole(name: str) -> None:
 
 
 def test_a_missing_pass_leaves_its_figures_out(tmp_path: Path) -> None:
-    for path in (DUMPS / "v6e-jax0.12").iterdir():
+    for path in (DUMPS / "tiny-v6e-jax0.12").iterdir():
         if "post-ra" not in path.name:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (files,) = kernel_files(tmp_path)
@@ -271,7 +299,7 @@ def test_a_missing_pass_leaves_its_figures_out(tmp_path: Path) -> None:
 
 
 def test_shares_follow_from_cycles_and_bytes() -> None:
-    schedule, chip = read("v6e-jax0.12"), CHIPS["v6e"]
+    schedule, chip = read("tiny-v6e-jax0.12"), CHIPS["v6e"]
     facts = WorkFacts(
         block_tokens=128,
         blocks_per_pass=1,
@@ -295,7 +323,7 @@ def test_shares_follow_from_cycles_and_bytes() -> None:
 
 
 def test_several_blocks_per_pass_share_its_cost() -> None:
-    schedule, chip = read("v6e-jax0.12"), CHIPS["v6e"]
+    schedule, chip = read("tiny-v6e-jax0.12"), CHIPS["v6e"]
     facts = WorkFacts(64, 2, 4, 512, 1)
     figures = predict(schedule, facts, chip)
     assert figures.cycles == pytest.approx(103 / 512)
@@ -304,7 +332,7 @@ def test_several_blocks_per_pass_share_its_cost() -> None:
 
 
 def test_passes_of_inner_loops_count() -> None:
-    schedule, chip = read("v6e-jax0.12"), CHIPS["v6e"]
+    schedule, chip = read("tiny-v6e-jax0.12"), CHIPS["v6e"]
     facts = WorkFacts(128, 1, 1, 512, 1, inner_passes=(3,))  # as if the whole kernel were a pass
     outside = schedule.loops[0].steady.estimate
     assert predict(schedule, facts, chip).cycles == pytest.approx((outside + 3 * 103) / 128)
@@ -312,4 +340,4 @@ def test_passes_of_inner_loops_count() -> None:
 
 def test_facts_that_lead_above_the_kernel_are_refused() -> None:
     with pytest.raises(ValueError, match="only 1 loops lead to its hot one"):
-        predict(read("v6e-jax0.12"), WorkFacts(1, 1, 1, 1, 1, (2, 2)), CHIPS["v6e"])
+        predict(read("tiny-v6e-jax0.12"), WorkFacts(1, 1, 1, 1, 1, (2, 2)), CHIPS["v6e"])

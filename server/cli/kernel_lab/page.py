@@ -30,7 +30,7 @@ svg { background: #fff; color: #222; max-width: 100% }
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """A log-log frame from `low` to `high` on either axis."""
+    """A frame from `low` to `high` on either axis, logarithmic but for a y axis from 0."""
 
     low: tuple[float, float]
     high: tuple[float, float]
@@ -43,8 +43,9 @@ class Axes:
 
 
 def _place(value: float, low: float, high: float) -> float:
-    share = math.log(max(value, low) / low) / math.log(high / low)
-    return min(1.0, share)
+    if low == 0:
+        return max(0.0, min(1.0, value / high))
+    return min(1.0, math.log(max(value, low) / low) / math.log(high / low))
 
 
 def report_page(rows: Sequence[Row]) -> str:
@@ -84,7 +85,7 @@ def _roofline(chip: Chip, rows: Sequence[Row]) -> str:
                 f"<circle cx='{x:.1f}' cy='{y:.1f}' r='4' fill='{colour}' fill-opacity='.7'>"
                 f"<title>{title}</title></circle>"
             )
-    return _svg(f"Roofline of one {chip.name} core", parts)
+    return _svg(f"Roofline of one {chip.name} core", parts) + _legend(map(name, rows))
 
 
 def _points(chip: Chip, row: Row) -> Iterator[tuple[str, float, float]]:
@@ -102,12 +103,12 @@ def _points(chip: Chip, row: Row) -> Iterator[tuple[str, float, float]]:
 
 def _by_context(rows: Sequence[Row]) -> str:
     """Share of the roofline by context length, solid by slots, dashed with latencies."""
-    axes = Axes((128.0, 0.05), (8192.0, 1.05))
+    axes = Axes((128.0, 0.0), (8192.0, 1.05))
     parts = [_frame("context (tokens)", "share of the roofline")]
     for tick in (128, 256, 512, 1024, 2048, 4096, 8192):
         x, y = axes.at(tick, axes.low[1])
         parts.append(_text(x, y + 16, str(tick)))
-    for tick in (0.05, 0.1, 0.25, 0.5, 1.0):
+    for tick in (0.0, 0.25, 0.5, 0.75, 1.0):
         x, y = axes.at(128.0, tick)
         parts.append(_text(x - 6, y + 4, f"{100 * tick:.0f} %", "end"))
     decodes = [row for row in rows if row["phase"] == "decode"]
@@ -117,7 +118,8 @@ def _by_context(rows: Sequence[Row]) -> str:
             points = [(float(context), share) for context, share in row[key].items()]
             if points:
                 parts.append(_line(axes, points, colour, dash, name(row)))
-    return _svg("Decode: share of the HBM roofline (dashed: with latencies)", parts)
+    title = "Decode: share of the HBM roofline (dashed: with latencies)"
+    return _svg(title, parts) + _legend(map(name, decodes))
 
 
 def _table(rows: Iterable[Row]) -> str:
@@ -155,6 +157,15 @@ def _svg(title: str, parts: Iterable[str]) -> str:
         f"<svg viewBox='0 0 {WIDTH} {HEIGHT}' width='{WIDTH}' role='img' "
         f"aria-label='{html.escape(title)}' font-size='11'>{''.join(parts)}</svg></figure>"
     )
+
+
+def _legend(names: Iterable[str]) -> str:
+    """Which colour is which case, in the order they were drawn."""
+    marks = (
+        f"<span style='color:{COLOURS[number % len(COLOURS)]}'>&#9679;</span> {html.escape(text)}"
+        for number, text in enumerate(names)
+    )
+    return f"<p>{'<br>'.join(marks)}</p>"
 
 
 def _frame(x_title: str, y_title: str) -> str:
