@@ -212,8 +212,8 @@ def no_neighbour(*_: Any) -> None:
     """Overwrites the rows that the item before wrote in a shared tile."""
 
 
-def turned_too_far(rows: Any, by: Any) -> Any:
-    return chunk_copies_turn(rows, by + 1)
+def turned_too_far(rows: Any, by: Any, tile: int) -> Any:
+    return chunk_copies_turn(rows, by + 1, tile)
 
 
 def no_tail(mem: Any, slot: Any, act: Any) -> None:

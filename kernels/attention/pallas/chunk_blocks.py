@@ -159,35 +159,57 @@ def default_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> ChunkBlo
 def candidate_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> list[ChunkBlocks]:
     """Block choices that fit the chip, the one expected to be fastest first.
 
-    A step of few score elements leaves the matrix units waiting at both its ends; one of more than
-    `STEP_SCORES` elements takes long to compile. Blocks of 256 tokens and positions come first:
-    finer ones turn more key bytes and more ramp into the same work, coarser ones compute more
-    pairs beyond the causal diagonal.
+    Steps of more than `STEP_SCORES` elements, which take long to compile, and query blocks of more
+    rows than keep a KV byte busy are not among them.
     """
-    wanted = STEP_SCORES.get(chip.name, STEP_SCORES["default"])
-    found = []
-    for q_tokens in (256, 128, 64, 32, 16):
-        for kv_block in (256, 512, 1024, 128, 64, 32):
-            band_heads = _widest_band(geometry.group, q_tokens)
-            per_band = band_heads * q_tokens * kv_block
-            bands = geometry.num_q_heads // band_heads
-            step = max((s for s in _divisors(bands) if s * per_band <= wanted), default=1)
-            for slots in (4, 3, 2):
-                blocks = ChunkBlocks(q_tokens, kv_block, slots, band_heads, step)
-                if not _misfit(geometry, scoring, blocks, chip):
-                    found.append(blocks)
-                    break
-    if not found:
+    most = STEP_SCORES.get(chip.name, STEP_SCORES["default"])
+    fitting = [
+        blocks
+        for q_tokens in (256, 128, 64, 32, 16)
+        for kv_block in (256, 512, 1024, 128, 64, 32)
+        if (blocks := _most_slots(geometry, scoring, chip, (q_tokens, kv_block), most)) is not None
+    ]
+    if not fitting:
         raise ValueError(f"no blocks of the chunk kernel fit {chip.name} for {geometry}")
-    shortfall = lambda b: max(0, wanted - b.step_bands * b.columns * b.kv_block)  # noqa: E731
-    return sorted(found, key=shortfall)
+    small = [b for b in fitting if b.q_tokens * geometry.num_q_heads <= BLOCK_ROWS]
+    return sorted(small or fitting, key=lambda b: _expected_share(b, chip), reverse=True)
+
+
+def _most_slots(
+    geometry: Geometry, scoring: Scoring, chip: Chip, sizes: tuple[int, int], most: int
+) -> ChunkBlocks | None:
+    """Blocks of these query tokens and KV positions, with as many KV slots as are of use."""
+    band_heads = _widest_band(geometry.group, sizes[0])
+    per_band = band_heads * sizes[0] * sizes[1]
+    bands = geometry.num_q_heads // band_heads
+    step = max((s for s in _divisors(bands) if s * per_band <= most), default=1)
+    choices = (ChunkBlocks(*sizes, slots, band_heads, step) for slots in (4, 3, 2))
+    return next((b for b in choices if not _misfit(geometry, scoring, b, chip)), None)
+
+
+def _expected_share(blocks: ChunkBlocks, chip: Chip) -> float:
+    """Share of the steady rate that a chunk of 1,024 tokens behind as many positions gets.
+
+    A step's ramp lowers it, and so do the pairs computed beyond the causal diagonal and before the
+    chunk's first token, half a KV block and half a query block on average; and KV blocks that
+    don't fill the matrix unit's depth.
+    """
+    scores = blocks.step_bands * blocks.columns * blocks.kv_block
+    seen = 1024 + 512
+    causal = seen / (seen + (blocks.kv_block + blocks.q_tokens) / 2)
+    return scores / (scores + RAMP_SCORES) * causal * min(1.0, blocks.kv_block / chip.mxu_side)
 
 
 # Score elements of a step. The matrix units need some 260 cycles at a step's ends (weights in, last
 # results out): 16 tiles of 256 x 256 hide them well enough on v6e, a v7x needs 32 for 55 % of peak.
 STEP_SCORES = {"default": 1 << 20, "tpu7x": 1 << 21}
+# Elements that take as long as those 260 cycles: two and a half tiles.
+RAMP_SCORES = 160 << 10
 # Columns of a band beyond which nothing is gained.
 BAND_COLUMNS = 1024
+# Query rows (heads x tokens) of a block: 256 tokens of 32 heads of 128 do 1,024 FLOP per KV byte,
+# more than any chip's ratio of FLOP to HBM bytes.
+BLOCK_ROWS = 8192
 
 
 def _divisors(n: int) -> list[int]:

@@ -27,6 +27,7 @@ from jax.experimental.pallas import tpu as pltpu
 from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas.chunk_blocks import IDS_PER_WINDOW, ChunkBlocks, row_tile
 from kernels.attention.pallas.chunk_work import ChunkWork, Item, KvBlock, block_at, item_at
+from kernels.chips import SUBLANES
 
 # Words of the cursor in scalar memory; the item under it follows them. What `start_whole` finds out
 # about the block under the cursor is left for `advance`: whether it exists, is the item's last, has
@@ -343,7 +344,7 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
     @pl.loop(0, geometry.num_planes * geometry.num_kv_heads)
     def _(i: Any) -> None:
         plane, head = i // geometry.num_kv_heads, i % geometry.num_kv_heads
-        vmem["shifted"][plane, head] = _turn(vmem["fresh"][plane, head], turn)
+        vmem["shifted"][plane, head] = _turn(vmem["fresh"][plane, head], turn, tile)
 
         @pl.when(item.is_first)
         def _() -> None:
@@ -360,22 +361,36 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
     _send_tiles(mem, item, first_position, base)
 
 
-def _turn(rows: jax.Array, by: Any) -> jax.Array:
-    """Moves rows up by a number known at run time, round the end.
+def _turn(rows: jax.Array, by: Any, tile: int) -> jax.Array:
+    """Moves rows up, round the end, by a number below two tiles that is known at run time.
 
-    Registers are turned in words of 32 bits, which hold several rows of a narrow dtype: the words
-    go up by the whole words in `by`, then bits move between neighbours for the rest.
+    Registers are turned in words of 32 bits, which hold several rows of a narrow dtype. Whole
+    registers are only chosen; then words move within and between registers; then bits for the rest.
     """
     per_word = 4 // rows.dtype.itemsize
     words = pltpu.bitcast(rows, jnp.uint32)
-    count = words.shape[0]
-    words = pltpu.roll(words, count - (by >> _log2(per_word)), 0)
+    shape = words.shape
+    words = words.reshape(shape[0] // SUBLANES, SUBLANES, shape[1])
+    up = by >> _log2(per_word)
+    registers = 1
+    while registers * SUBLANES * per_word < 2 * tile:
+        moved = jnp.concatenate([words[registers:], words[:registers]])
+        words = jnp.where(up & (registers * SUBLANES) != 0, moved, words)
+        registers *= 2
+    words = _up_within(words, up & (SUBLANES - 1))
     if per_word > 1:
         bits = ((by & (per_word - 1)) * (32 // per_word)).astype(jnp.uint32)
-        above = pltpu.roll(words, count - 1, 0)
         # Two shifts, since one by 32 means nothing.
-        words = (words >> bits) | ((above << (31 - bits)) << 1)
-    return pltpu.bitcast(words, rows.dtype)
+        words = (words >> bits) | ((_up_within(words, 1) << (31 - bits)) << 1)
+    return pltpu.bitcast(words.reshape(shape), rows.dtype)
+
+
+def _up_within(words: jax.Array, by: Any) -> jax.Array:
+    """Moves `[registers, 8, lanes]` words up by less than a register, round the end."""
+    turned = pltpu.roll(words, (SUBLANES - by) & (SUBLANES - 1), 1)
+    following = jnp.concatenate([turned[1:], turned[:1]])
+    sublane = lax.broadcasted_iota(jnp.int32, words.shape, 1)
+    return jnp.where(sublane < SUBLANES - by, turned, following)
 
 
 def _tile_copy(mem: Memory, source: Any, page: Any, position: Any) -> Any:
