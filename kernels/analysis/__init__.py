@@ -2,7 +2,7 @@
 
     folder of dumps --dump--> files of one kernel
         --bundles--> instructions --loops--> loop nest, optional bodies
-        --occupancy, memory--> cycles, units, DMAs --schedule--> one record per loop
+        --occupancy, tables--> cycles, units, slots --schedule--> one record per loop
         --prediction--> share of the HBM or matrix-unit roofline
 
 Only parses: whoever launches the compiler, and with which flags, is somebody else (the command

@@ -6,7 +6,7 @@ Owns the commands and their flags. The work is in `server.cli.kernel_lab`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,6 +19,7 @@ from tpu_engine.errors import EngineError, InvalidConfig
 
 if TYPE_CHECKING:
     from kernels.analysis.schedule import KernelSchedule
+    from server.cli.kernel_lab.cases import KernelCase
     from server.cli.kernel_lab.launch import Compiled, Job
     from server.cli.kernel_lab.rows import Row
 
@@ -67,6 +68,7 @@ class TuneFlags:
     Attributes:
         chip: chip to tune for, several times for several (default: all).
         kernel: only this kernel, decode_attention or chunk_attention.
+        match: only cases whose name contains this.
         candidates: block choices to compile per shape, the most promising first.
         table: file of tuned blocks to update (default: the one this package reads).
         jobs: compiler processes at a time, 1 or 2.
@@ -74,6 +76,7 @@ class TuneFlags:
 
     chip: tuple[str, ...] = ()
     kernel: tuple[str, ...] = ()
+    match: str = ""
     candidates: int = 6
     table: str | None = None
     jobs: int = 1
@@ -96,10 +99,8 @@ def report(flags: ReportFlags) -> None:
     require_compiler()
     baseline = _baseline(flags.baseline)
     json_file, html_file = _target(flags.json), _target(flags.html)
-    jobs = [Job(case, chip) for chip in chips for case in default_cases(chip, flags.kernel)]
-    jobs = [job for job in jobs if flags.match in job.label]
-    if not jobs:
-        raise InvalidConfig("match", "part of a case's name", flags.match)
+    cases = _matching(flags.match, {chip: default_cases(chip, flags.kernel) for chip in chips})
+    jobs = [Job(case, chip) for chip in chips for case in cases[chip]]
 
     def save(compiled: Sequence[Compiled]) -> None:
         if json_file:
@@ -129,10 +130,9 @@ def tune(flags: TuneFlags) -> None:
     _check_chips(chips)
     require_compiler()
     target = writable(Path(flags.table) if flags.table else tuning.table_path())
+    cases = _matching(flags.match, {chip: default_cases(chip, flags.kernel) for chip in chips})
     jobs = [
-        job
-        for chip in chips
-        for job in tuning.candidate_jobs(default_cases(chip, flags.kernel), chip, flags.candidates)
+        job for chip in chips for job in tuning.candidate_jobs(cases[chip], chip, flags.candidates)
     ]
     compiled, failures = _compile(jobs, flags.jobs)
     entries = tuning.best_blocks(compiled)
@@ -185,6 +185,14 @@ def _schedules(dump: Path, match: str, everything: bool) -> list[KernelSchedule]
     if not found:
         limit = "a folder with final bundles of a Pallas kernel"
         raise InvalidConfig("DUMP", limit, str(dump))
+    return found
+
+
+def _matching(text: str, cases: Mapping[str, Sequence[KernelCase]]) -> dict[str, list[KernelCase]]:
+    """Of every chip's cases those whose name contains `text`; an error if no chip has any."""
+    found = {chip: [one for one in of_chip if text in one.label] for chip, of_chip in cases.items()}
+    if not any(found.values()):
+        raise InvalidConfig("match", "part of a case's name", text)
     return found
 
 
