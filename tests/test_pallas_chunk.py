@@ -7,8 +7,10 @@ Owns also the list of faults that these tests must notice.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -27,6 +29,9 @@ from kernels.attention.pallas.chunk_work import ChunkWork, block_at, chunk_work,
 from kernels.attention.pallas.tables import LayerData, step_tables
 from kernels.chips import CHIPS, Chip
 from tests.attention_cases import Case, assert_correct, make_case, oracle
+
+# Interpreted code is not worth optimising: it runs once.
+FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 # q_tokens, kv_block, kv_slots, band_heads, step_bands
 SMALL = ChunkBlocks(32, 32, 2, 4, 1)
@@ -115,17 +120,20 @@ def attend(case: Case, blocks: ChunkBlocks) -> tuple[np.ndarray, np.ndarray]:
     work = chunk_work(tables, num_tokens=case.q.shape[0], geometry=geometry, blocks=blocks)
     optional = [case.window(), case.sinks, case.tree]
     given = [None if each is None else jnp.asarray(each) for each in optional]
-    out, cache = chunk_attention(
+    attention = partial(
+        chunk_attention,
+        geometry=geometry,
+        scoring=case.scoring(),
+        blocks=blocks,
+        interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"),
+    )
+    out, cache = jax.jit(attention, compiler_options=FAST_COMPILE)(
         jnp.asarray(case.q),
         jnp.asarray(case.k_new),
         None if case.v_new is None else jnp.asarray(case.v_new),
         jnp.asarray(case.cache),
         work,
         LayerData(jnp.int32(case.layer), *given),
-        geometry=geometry,
-        scoring=case.scoring(),
-        blocks=blocks,
-        interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"),
     )
     return _with_decodes(case, np.array(out), np.array(cache))
 
