@@ -141,6 +141,10 @@ def _misfit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks, chip: Chi
     return ""
 
 
+# Spills of a group that is no power of two take this much even where the buffers are small.
+SPILL_BYTES = 2 << 20
+
+
 def usable_vmem(chip: Chip) -> int:
     """What the buffers may take: the compiler keeps an eighth for spills and its own scratch."""
     return chip.vmem_bytes * 7 // 8
@@ -148,7 +152,8 @@ def usable_vmem(chip: Chip) -> int:
 
 def vmem_limit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks) -> int:
     """What the compiler is told it may take; within the chip if `usable_vmem` holds."""
-    return vmem_bytes(geometry, scoring, blocks) * 8 // 7
+    needed = vmem_bytes(geometry, scoring, blocks)
+    return needed + max(needed // 7, SPILL_BYTES)
 
 
 def default_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> ChunkBlocks:
