@@ -29,6 +29,7 @@ from tpu_engine.errors import EngineError
 MAX_JOBS = 2
 TIMEOUT_S = 900.0
 MOST_WORDS = 600  # of an error: the compiler repeats whole instructions
+_LIMIT = re.compile(r"[^.]*(?:\.\d[^.]*)*\bexceeded\b[^.]*(?:\.\d[^.]*)*\.")
 _ERROR = re.compile(r"^(?:[\w.]*(?:Error|Exception)\b|F\d{4} ).*", re.MULTILINE)
 
 
@@ -152,5 +153,7 @@ def _last_words(text: str) -> str:
     """The error at the end of a traceback or crash, on one line of bearable length."""
     starts = [match.start() for match in _ERROR.finditer(text)]
     words = " ".join(text[starts[-1] if starts else -MOST_WORDS :].split()) or "no output"
-    half = MOST_WORDS // 2
-    return words if len(words) <= MOST_WORDS else f"{words[:half]} ... {words[-half:]}"
+    if len(words) <= MOST_WORDS:
+        return words
+    limit = _LIMIT.search(words, MOST_WORDS // 2)
+    return f"{words[: MOST_WORDS // 2]} ..." + (f" {limit[0].strip()}" if limit else "")
