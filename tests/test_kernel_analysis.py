@@ -220,6 +220,12 @@ def test_units_are_busy_for_as_long_as_their_operations_hold_them(tmp_path: Path
     assert machine_of({"MXU": 2, "VLOAD": 3}, read).chips == ("tpu7x",)
 
 
+def test_a_shared_left_operand_goes_in_by_halves(tmp_path: Path) -> None:
+    whole = listing(tmp_path, "| %1 = vmatmul.bf16.gmra.mxu0 %v1 |")
+    halves = listing(tmp_path, *["| %1 = vmatmul.bf16.vlgmr.lmr.mxu0 %v1 |"] * 2)
+    assert occupancy(halves.bundles, V6E) == occupancy(whole.bundles, V6E)
+
+
 # --- whole dumps -------------------------------------------------------------------------------
 
 # A small kernel that streams blocks, its loop: first and last bundle, cycles, pushes' cycles,
