@@ -24,6 +24,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from kernels.attention.cache_layout import NULL_PAGE
 from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas.chunk_blocks import IDS_PER_WINDOW, ChunkBlocks, row_tile
 from kernels.attention.pallas.chunk_work import ChunkWork, Item, KvBlock, block_at, item_at
@@ -112,7 +113,8 @@ def start_whole(mem: Memory, group: Any, num_groups: int) -> None:
         row = pl.multiple_of(jnp.minimum(number, pieces - 1) * piece, piece)
         is_whole = (number < pieces) & (row + piece > block.low) & (row + piece <= block.high)
         wanted = jnp.where(in_pages & is_whole, planes, 0)
-        page = mem.ids[0, (first + number) & (IDS_PER_WINDOW - 1)]
+        named = mem.ids[0, (first + number) & (IDS_PER_WINDOW - 1)]
+        page = jnp.where(wanted > 0, named, NULL_PAGE)  # there may be no ids yet
         inside = 0 if piece == page_size else block.position & (page_size - 1)
         pltpu.make_async_copy(
             mem.cache.at[mem.layer, page, pl.ds(0, wanted), :, pl.ds(inside, piece), :],
