@@ -19,6 +19,9 @@ from kernels.chips import CHIPS
 from tests.attention_cases import Case, assert_correct, make_case
 from tests.test_attention_layout import laid_out
 
+# Interpreted kernels take long where cores are shared.
+pytestmark = pytest.mark.timeout(600)
+
 # Interpreted code is not worth optimising: it runs once.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 STATIC = ("scale", "soft_cap", "decode_queries", "layout", "backend", "kernels")

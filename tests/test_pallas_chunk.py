@@ -30,6 +30,9 @@ from kernels.attention.pallas.tables import LayerData, step_tables
 from kernels.chips import CHIPS, Chip
 from tests.attention_cases import Case, assert_correct, make_case, oracle
 
+# Interpreted kernels take long where cores are shared.
+pytestmark = pytest.mark.timeout(600)
+
 # Interpreted code is not worth optimising: it runs once.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
