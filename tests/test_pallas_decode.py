@@ -6,7 +6,10 @@ Every case has NaN in all slots nobody owns; see `attention_cases`. A configurat
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -17,7 +20,9 @@ from jax.experimental.pallas import tpu as pltpu
 
 from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas import decode
+from kernels.attention.pallas import decode_stages as stages
 from kernels.attention.pallas.decode import DecodeBlocks
+from kernels.attention.pallas.decode_blocks import DecodeShape
 from kernels.attention.pallas.tables import LayerData, step_tables
 from kernels.chips import CHIPS, Chip
 from tests.attention_cases import Case, assert_correct, make_case
@@ -102,6 +107,150 @@ def test_narrow_caches(kv_dtype: str) -> None:
 @pytest.mark.long
 def test_latent_caches() -> None:
     check(decodes(16, 32, 64), SMALL, heads=(5, 1, 256), value_width=128)
+
+
+# --- the kernel broken on purpose --------------------------------------------------------------
+
+BORDERS = decodes(16, 32, 64, 96)
+BROKEN_BLOCKS = DecodeBlocks(block_tokens=32, num_slots=6, heads_per_tile=2)
+BROKEN_SPEC: dict[str, Any] = dict(heads=(4, 2, 128), window=20, sinks=True, soft_cap=3.0)
+
+
+def _unmasked_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    all_ones = lambda shape, item: jnp.int32(-1)  # noqa: E731
+    monkeypatch.setattr(stages, "_owned_words", all_ones)
+
+
+def _unmasked_scores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stages, "_visible", lambda *_: True)
+
+
+def _window_one_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode._Kernel._first_seen
+    wrong = lambda *given: jnp.maximum(right(*given) - 1, 0)  # noqa: E731
+    monkeypatch.setattr(decode._Kernel, "_first_seen", wrong)
+
+
+def _pages_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode._Kernel._wait_fetched
+    one_less = lambda self, slot, valid, num: right(self, slot, valid, jnp.maximum(num - 1, 0))  # noqa: E731
+    monkeypatch.setattr(decode._Kernel, "_wait_fetched", one_less)
+
+
+def _buffers_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode._Kernel._stage
+    monkeypatch.setattr(decode._Kernel, "_stage", lambda self, n, slot: right(self, n // 2, slot))
+
+
+def _state_carried_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row but the first starts from the maximum and denominator of the row before it."""
+    right, select = stages.accumulate, jnp.where
+
+    def carried(shape: Any, item: Any, *rest: Any) -> None:
+        zeros = itertools.count()  # per tile the denominator is reset first, then the output
+
+        def where(when: Any, a: Any, b: Any) -> Any:
+            denominator = isinstance(a, float) and a == 0.0 and next(zeros) % 2 == 0
+            return select(
+                when & (item.seq == 0) if a is stages.BEFORE or denominator else when, a, b
+            )
+
+        with monkeypatch.context() as inside:
+            inside.setattr(stages.jnp, "where", where)
+            right(shape, item, *rest)
+
+    monkeypatch.setattr(stages, "accumulate", carried)
+
+
+def _soft_cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    uncapped = lambda shape, scores: scores * shape.scoring.scale * stages.LOG2_E  # noqa: E731
+    monkeypatch.setattr(stages, "_scaled", uncapped)
+
+
+def _sinks_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = stages.accumulate
+    without = lambda shape, item, kv, stage, run, sinks, out: right(  # noqa: E731
+        shape, item, kv, stage, run, jnp.full(sinks.shape, -1e30), out
+    )
+    monkeypatch.setattr(stages, "accumulate", without)
+
+
+def _write_one_row_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = stages.write_tile
+    early = lambda shape, kv, new, item, *rest: right(  # noqa: E731
+        shape, kv, new, item._replace(new=jnp.maximum(item.new - 1, 0)), *rest
+    )
+    monkeypatch.setattr(stages, "write_tile", early)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "fault",
+    [
+        _unmasked_values,
+        _unmasked_scores,
+        _window_one_longer,
+        _pages_not_waited_for,
+        _buffers_swapped,
+        _state_carried_over,
+        _soft_cap_forgotten,
+        _sinks_forgotten,
+        _write_one_row_early,
+    ],
+)
+def test_a_fault_in_the_kernel_is_caught(
+    fault: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    fault(monkeypatch)
+    jax.clear_caches()
+    case = make_case(BORDERS, stored=True, **BROKEN_SPEC)
+    try:
+        out, cache = run(case, BROKEN_BLOCKS)
+        raced = "RACE" in capfd.readouterr().out
+    except jax.errors.JaxRuntimeError:  # newer JAX raises on a race
+        raced = True
+    finally:
+        jax.clear_caches()
+    if not raced:
+        with pytest.raises(AssertionError):
+            assert_correct(case, out, cache)
+
+
+# --- index arithmetic and sizes -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 4096])
+@pytest.mark.parametrize("num_new", [1, 8])
+def test_index_arithmetic_at_a_million_tokens(window: int | None, num_new: int) -> None:
+    """The cursor and the item records, run without arrays at the end of a very long row."""
+    length, seq = 1 << 20, 255
+    kernel = object.__new__(decode._Kernel)
+    scoring = Scoring(1.0, has_window=window is not None)
+    blocks = DecodeBlocks(block_tokens=256, num_slots=6, decode_queries=num_new)
+    kernel.shape = DecodeShape(Geometry(8, 2, 128, 128, 16), scoring, blocks)
+    kernel.num_decodes = jnp.int32(seq + 1)
+    kernel.window = None if window is None else jnp.int32(window)
+    lines = length // 16 // 128
+    seqs = np.array([length - 5, num_new, seq * 8, seq * lines] * (seq + 1), np.int32)
+    records: dict[int, Any] = {}
+    kernel.scalars = SimpleNamespace(seqs=seqs)  # pyright: ignore[reportAttributeAccessIssue]
+    kernel.own = SimpleNamespace(records=records)  # pyright: ignore[reportAttributeAccessIssue]
+    started: list[int] = []
+    copy = lambda slot, line, count: SimpleNamespace(start=lambda: started.append(int(line)))  # noqa: E731
+    kernel._line_copy = copy  # pyright: ignore[reportAttributeAccessIssue]
+    base = length - 256
+    cursor = kernel._seek(0, (jnp.int32(seq), jnp.int32(base)))
+    fields = {field: int(value) for field, value in kernel._record(0).items()}
+    assert started == [seq * lines + base // 16 // 128]
+    assert int(cursor[0]) == seq + 1
+    assert (fields[decode.HI], fields[decode.LAST], fields[decode.NUM_PAGES]) == (251, 1, 16)
+    assert fields[decode.WRITE_AT] == (251 - num_new) // 16 * 16
+    assert fields[decode.WRITES] == (1 if num_new == 1 else 1 + (243 // 16 != 250 // 16))
+    first = 0 if window is None else (length - 5 - num_new + 1 - window) // 256 * 256
+    assert int(kernel._first_position(jnp.int32(seq))) == first
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))
