@@ -56,9 +56,8 @@ from kernels.attention.pallas.decode_work import (
     SEQ_WORDS,
     DecodeWork,
     decode_work,
-    new_kv_rows,
     output_rows,
-    query_rows,
+    token_rows,
 )
 from kernels.attention.pallas.tables import LayerData
 from kernels.chips import LANES
@@ -82,10 +81,9 @@ SEEN, SEQ_SEEN, BASE, LEFT = range(13, 17)  # of the next item to be fetched int
 
 
 class _Hbm(NamedTuple):
-    """Operands that stay in HBM."""
+    """Operands that stay in HBM; `rows` as `token_rows` makes them."""
 
-    q: Array
-    new_kv: Array
+    rows: tuple[Array, ...]
     pages: Array
     out: Array
     cache: Array
@@ -105,8 +103,7 @@ class _Item(NamedTuple):
     """VMEM of one item."""
 
     kv: Array
-    q: Array
-    new_kv: Array
+    rows: tuple[Array, ...]
     out: Array
 
 
@@ -165,15 +162,17 @@ class _Kernel:
             return cursor
 
         lax.while_loop(pending, lap, cursor)
-        for slot in range(self.shape.num_rings):
-            self._wait_sent(slot)
+        for step in range(self.slots):
+            # The last lap itself waited for the tiles of the other slots.
+            unwaited = step == 0 or step >= self.slots - FILL_STEPS
+            for slot in self._slots(step):
+                self._wait_sent(slot, written=unwaited, stored=True)
 
     def _step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
         """One step of every stage; scalars are read first, waits come before any vector work."""
         at = {n: self._slots(step + n) for n in (-2, -1, 0, 1, self.ahead)}
         arriving = [(self._field(s, VALID), self._field(s, NUM_PAGES)) for s in at[1]]
         sought = [self._seen(s) for s in at[self.ahead]]
-        writing = [(self._view(s), self._writes(s)) for s in at[1]]
         softmax = [self._view(s) for s in at[-1]]
         ending = [(self._view(s), self._field(s, LAST)) for s in at[-2]]
 
@@ -198,9 +197,9 @@ class _Kernel:
             )
         for slot in at[0]:
             vmem, stage = self.own.items[slot], self._stage(step, slot)
-            stages.score(self.shape, vmem.q, vmem.kv, stage)
-        for slot, (item, writes) in zip(at[1], writing, strict=True):
-            self._write(slot, item, writes)
+            stages.score(self.shape, vmem.rows[0], vmem.kv, stage)
+        for slot in at[1]:
+            self._write(slot, self._view(slot), self._writes(slot))
         for slot, (item, last) in zip(at[-2], ending, strict=True):
             self.own.pending[2 * slot] = last
             self._store_copy(slot, item.seq, last).start()
@@ -327,7 +326,7 @@ class _Kernel:
 
     def _row_copies(self, slot: int, source: Array, count: Array):
         item = self.own.items[slot]
-        for row, target in ((self.hbm.q, item.q), (self.hbm.new_kv, item.new_kv)):
+        for row, target in zip(self.hbm.rows, item.rows, strict=True):
             yield pltpu.make_async_copy(
                 row.at[pl.ds(source, count)],
                 target.at[pl.ds(0, count)],
@@ -380,7 +379,7 @@ class _Kernel:
         """Merges the new rows into their tiles and starts the tiles towards the cache."""
         item = self.own.items[slot]
         for start, count, _ in tiles:
-            stages.write_tile(self.shape, item.kv, item.new_kv, view, start, count)
+            stages.write_tile(self.shape, item.kv, item.rows[-1], view, start, count)
         self.own.pending[2 * slot + 1] = sum(count for _, count, _ in tiles)
         for start, count, page in tiles:
             self._tile_copy(slot, start, count, page).start()
@@ -402,8 +401,8 @@ class _Kernel:
             self.own.stored.at[slot],
         )
 
-    def _wait_sent(self, slot: int, *, written: bool = True, stored: bool = True) -> None:
-        """Waits until what a slot last sent has left it, and forgets that it was sent."""
+    def _wait_sent(self, slot: int, *, written: bool, stored: bool) -> None:
+        """Waits until what a slot last sent has left it."""
         zero = jnp.int32(0)
         if stored:
             count = self.own.pending[2 * slot]
@@ -411,7 +410,6 @@ class _Kernel:
         if written:
             count = self.own.pending[2 * slot + 1]
             self._wait(self._tile_copy(slot, zero, count, zero), count)
-            self.own.pending[2 * slot + 1] = 0
 
     def _wait(self, copy, count: Array) -> None:
         """Waits for a transfer of `count` parts. The interpreter can't wait for nothing."""
@@ -439,17 +437,19 @@ def _kernel(shape: DecodeShape, interpreted: bool, *refs) -> None:
     scalars = _Scalars(
         next(given), next(given), take(scoring.has_window), take(scoring.has_tree), next(given)
     )
-    q, new_kv, pages, _ = (next(given) for _ in range(4))
+    operands = len(shape.token_rows)
+    several = lambda: tuple(next(given) for _ in range(operands))  # noqa: E731
+    rows, pages, _ = several(), next(given), next(given)
     sinks = take(scoring.has_sinks)
     out, cache = next(given), next(given)
     per_step = shape.blocks.items_per_step
     own = _Scratch(
-        [_Item(*(next(given) for _ in range(4))) for _ in range(shape.num_rings)],
+        [_Item(next(given), several(), next(given)) for _ in range(shape.num_rings)],
         [stages.Stage(*(next(given) for _ in range(4))) for _ in range(2 * per_step)],
         stages.Running(*(next(given) for _ in range(3))),
         *given,
     )
-    kernel = _Kernel(shape, scalars, sinks, _Hbm(q, new_kv, pages, out, cache), own)
+    kernel = _Kernel(shape, scalars, sinks, _Hbm(rows, pages, out, cache), own)
     kernel.interpreted = interpreted
     pl.when(kernel.num_decodes > 0)(kernel.run)
 
@@ -457,13 +457,12 @@ def _kernel(shape: DecodeShape, interpreted: bool, *refs) -> None:
 def _scratch_shapes(shape: DecodeShape) -> list:
     geometry, rows, rings = shape.geometry, shape.num_rows, shape.num_rings
     width, tokens = geometry.key_width, shape.blocks.block_tokens
-    q_dtype, kv_dtype, f32 = jnp.dtype(geometry.q_dtype), jnp.dtype(geometry.kv_dtype), jnp.float32
+    kv_dtype, f32 = jnp.dtype(geometry.kv_dtype), jnp.float32
     planes, heads = geometry.num_planes, geometry.num_kv_heads
     item = [
         pltpu.VMEM((shape.pages, planes, heads, geometry.page_size, width), kv_dtype),
-        pltpu.VMEM((1, rows, width), q_dtype),
-        pltpu.VMEM((1, shape.new_rows, width), jnp.int32),
-        pltpu.VMEM((1, rows, geometry.value_width), q_dtype),
+        *(pltpu.VMEM((1, count, width), jnp.dtype(name)) for count, name in shape.token_rows),
+        pltpu.VMEM((1, rows, geometry.value_width), jnp.dtype(shape.out_dtype)),
     ]
     stage = [
         pltpu.VMEM((rows, tokens), f32),
@@ -545,11 +544,7 @@ def decode_attention(
         assert layer.tree is not None
         prefetched.append(layer.tree[work.tokens].reshape(-1))
     prefetched.append(work.seqs)
-    small = (
-        query_rows(q, work, shape),
-        new_kv_rows(k_new, v_new, work, shape),
-        work.pages.reshape(-1),
-    )
+    small = (*token_rows(q, k_new, v_new, work, shape), work.pages.reshape(-1))
     # Else XLA may keep a small operand in VMEM, and each of its transfers becomes vector copies.
     operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in small]
     operands.append(cache)
@@ -560,7 +555,7 @@ def decode_attention(
         assert layer.sinks is not None
         operands.append(_sink_rows(layer.sinks, shape))
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
-    out = pltpu.HBM((num_seqs, shape.num_rows, geometry.value_width), q.dtype)
+    out = pltpu.HBM((num_seqs, shape.num_rows, geometry.value_width), jnp.dtype(shape.out_dtype))
     rows, cache = pl.pallas_call(
         lambda *refs: _kernel(shape, bool(interpret), *refs),
         name="paged_decode_attention",
@@ -580,4 +575,4 @@ def decode_attention(
         ),
         interpret=interpret,
     )(*prefetched, *operands)
-    return output_rows(rows, shape), cache
+    return output_rows(rows, shape).astype(q.dtype), cache

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kernels.attention.geometry import Geometry, Scoring
 from kernels.chips import LANES, SUBLANES, Chip
 
-ITEMSIZE = {"float32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
+ITEMSIZE = {"float32": 4, "int32": 4, "bfloat16": 2, "int8": 1, "float8_e4m3fn": 1}
 WORD_BYTES = 4  # a vector register holds 32-bit words; narrower types share a word between rows
 MAX_DECODE_QUERIES = 8  # a verify step's rows touch at most two write tiles of 8 rows or more
 
@@ -97,6 +97,26 @@ class DecodeShape:
         return planes * self.blocks.decode_queries
 
     @property
+    def token_rows(self) -> tuple[tuple[int, str], ...]:
+        """Rows and dtype of what a sequence brings: queries, then new K/V.
+
+        Of one dtype they are one array, and so one transfer. Whole tiles of the query dtype, or
+        the transfer would be strided.
+        """
+        geometry = self.geometry
+        if geometry.q_dtype != geometry.kv_dtype:
+            return (self.num_rows, geometry.q_dtype), (self.new_rows, "int32")
+        tile = SUBLANES * self.packing
+        rows = self.num_rows + self.new_rows * self.packing
+        return ((-(-rows // tile) * tile, geometry.q_dtype),)
+
+    @property
+    def out_dtype(self) -> str:
+        """float32 where the rows would not fill tiles of the query dtype."""
+        tile = SUBLANES * WORD_BYTES // ITEMSIZE[self.geometry.q_dtype]
+        return "float32" if self.num_rows % tile else self.geometry.q_dtype
+
+    @property
     def native_float8(self) -> bool:
         return self.geometry.kv_dtype == "float8_e4m3fn" and self.compute_dtype == "bfloat16"
 
@@ -118,12 +138,12 @@ def _padded(rows: int, width: int, itemsize: int) -> int:
 def vmem_bytes(geometry: Geometry, scoring: Scoring, blocks: DecodeBlocks) -> int:
     """VMEM of the kernel's scratch arrays and operands."""
     shape = DecodeShape(geometry, scoring, blocks)
-    kv, q = ITEMSIZE[geometry.kv_dtype], ITEMSIZE[geometry.q_dtype]
+    kv = ITEMSIZE[geometry.kv_dtype]
     planes = shape.pages * geometry.num_planes * geometry.num_kv_heads
     item = planes * _padded(geometry.page_size, geometry.key_width, kv)
-    item += _padded(shape.num_rows, geometry.key_width, q)
-    item += _padded(shape.new_rows, geometry.key_width, WORD_BYTES)
-    item += _padded(shape.num_rows, geometry.value_width, q)
+    for rows, dtype in shape.token_rows:
+        item += _padded(rows, geometry.key_width, ITEMSIZE[dtype])
+    item += _padded(shape.num_rows, geometry.value_width, ITEMSIZE[shape.out_dtype])
     stage = _padded(shape.num_rows, blocks.block_tokens, WORD_BYTES)
     stage += _padded(shape.num_rows, blocks.block_tokens, ITEMSIZE[shape.compute_dtype])
     stage += 2 * _padded(shape.num_rows, LANES, WORD_BYTES)
@@ -162,7 +182,9 @@ def candidate_blocks(
     found: list[DecodeBlocks] = []
     for per_step in dict.fromkeys((items, max(1, items // 2), items * 2)):
         for size in dict.fromkeys((tokens, max(page, tokens // 2), 2 * tokens)):
-            for slots in range(MAX_SLOTS, MIN_SLOTS - 1, -2):
+            # Many items per step are much code, and as many bytes with fewer slots.
+            most = MIN_SLOTS if per_step >= 4 else MAX_SLOTS
+            for slots in range(most, MIN_SLOTS - 1, -2):
                 found.append(DecodeBlocks(size, slots, per_step, together, decode_queries))
     return [b for b in found if vmem_bytes(geometry, scoring, b) + VMEM_RESERVE <= chip.vmem_bytes]
 

@@ -70,7 +70,9 @@ def _lanes(column: Array, width: int) -> Array:
     return jnp.concatenate([column] * (width // LANES), axis=1) if width > LANES else column
 
 
-def write_tile(shape: DecodeShape, kv, new_kv, item: ItemView, start: Array, count: Array) -> None:
+def write_tile(
+    shape: DecodeShape, kv, rows_new, item: ItemView, start: Array, count: Array
+) -> None:
     """Merges the new rows into the packed tile that begins at block position `start`.
 
     `count` is 0 where the item has no new token there: then nothing changes.
@@ -99,8 +101,16 @@ def write_tile(shape: DecodeShape, kv, new_kv, item: ItemView, start: Array, cou
             words = pltpu.bitcast(tile[...], jnp.int32)
             for j, mask in enumerate(masks):
                 source = (j * geometry.num_planes + plane) * heads + head
-                words = (words & ~mask) | (new_kv[0, source : source + 1, :] & mask)
+                words = (words & ~mask) | (_new_words(shape, rows_new, source) & mask)
             tile[...] = pltpu.bitcast(words, kv.dtype)
+
+
+def _new_words(shape: DecodeShape, rows, source: int) -> Array:
+    """One new row as 32-bit words that hold it once per cache row sharing the word."""
+    if rows.dtype == jnp.int32:
+        return rows[0, source : source + 1, :]
+    start = shape.num_rows + source * shape.packing
+    return pltpu.bitcast(rows[0, start : start + shape.packing, :], jnp.int32)
 
 
 def score(shape: DecodeShape, q, kv, stage: Stage) -> None:

@@ -53,7 +53,26 @@ def decode_work(tables: StepTables, *, num_tokens: int, decode_queries: int) -> 
     )
 
 
-def query_rows(
+def token_rows(
+    q: Float[Array, "T N Hk"],
+    k_new: Num[Array, "T K Hk"],
+    v_new: Num[Array, "T K Hk"] | None,
+    work: DecodeWork,
+    shape: DecodeShape,
+) -> tuple[Num[Array, "X R Hk"], ...]:
+    """What each sequence brings, as `DecodeShape.token_rows` says: queries, then new K/V."""
+    queries, words = _query_rows(q, work, shape), _new_kv_rows(k_new, v_new, work, shape)
+    if len(shape.token_rows) == 2:
+        return queries, words
+    count, _, width = queries.shape
+    planes = k_new if v_new is None else jnp.concatenate([k_new, v_new], axis=1)
+    if shape.blocks.decode_queries > 1:
+        planes = planes[work.tokens].reshape(count, shape.new_rows, width)
+    rows = jnp.concatenate([queries, jnp.repeat(planes, shape.packing, axis=1)], axis=1)
+    return (jnp.pad(rows, ((0, 0), (0, shape.token_rows[0][0] - rows.shape[1]), (0, 0))),)
+
+
+def _query_rows(
     q: Float[Array, "T N Hk"], work: DecodeWork, shape: DecodeShape
 ) -> Float[Array, "X R Hk"]:
     """Queries in the kernel's row order: tile, KV head of the tile, new token, head of the group.
@@ -74,7 +93,7 @@ def query_rows(
 
 
 def output_rows(rows: Float[Array, "B R Hv"], shape: DecodeShape) -> Float[Array, "BQ N Hv"]:
-    """The inverse of `query_rows` for the kernel's output."""
+    """The inverse of `_query_rows` for the kernel's output."""
     geometry, blocks = shape.geometry, shape.blocks
     tiles, heads, num_new = shape.num_tiles, blocks.heads_per_tile, blocks.decode_queries
     count, _, width = rows.shape
@@ -84,7 +103,7 @@ def output_rows(rows: Float[Array, "B R Hv"], shape: DecodeShape) -> Float[Array
     return split.transpose(0, 3, 1, 2, 4, 5).reshape(count * num_new, geometry.num_q_heads, width)
 
 
-def new_kv_rows(
+def _new_kv_rows(
     k_new: Num[Array, "T K Hk"],
     v_new: Num[Array, "T K Hk"] | None,
     work: DecodeWork,
