@@ -239,7 +239,7 @@ def test_index_arithmetic_at_a_million_tokens(window: int | None, num_new: int) 
     kernel.scalars = SimpleNamespace(seqs=seqs)  # pyright: ignore[reportAttributeAccessIssue]
     kernel.own = SimpleNamespace(records=records)  # pyright: ignore[reportAttributeAccessIssue]
     started: list[int] = []
-    copy = lambda slot, line, count: SimpleNamespace(start=lambda: started.append(int(line)))  # noqa: E731
+    copy = lambda slot, line: SimpleNamespace(start=lambda: started.append(int(line)))  # noqa: E731
     kernel._line_copy = copy  # pyright: ignore[reportAttributeAccessIssue]
     base = length - 256
     cursor = kernel._seek(0, (jnp.int32(seq), jnp.int32(base)))

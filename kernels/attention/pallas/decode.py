@@ -146,7 +146,7 @@ class _Kernel:
             cursor = self._seek_step(step, cursor)
         for step in range(self.ahead):
             for slot in self._slots(step):
-                self._wait_line(slot, self._seen(slot))
+                self._wait_line(slot)
                 self._fetch(slot)
             cursor = self._seek_step(step + self.slots - 1, cursor)
         for slot in self._slots(0):
@@ -167,19 +167,20 @@ class _Kernel:
             unwaited = step == 0 or step >= self.slots - FILL_STEPS
             for slot in self._slots(step):
                 self._wait_sent(slot, written=unwaited, stored=True)
+                if step != self.ahead - 1:  # the step fetched last; the others' ids are unused
+                    self._wait_line(slot)
 
     def _step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
         """One step of every stage; scalars are read first, waits come before any vector work."""
         at = {n: self._slots(step + n) for n in (-2, -1, 0, 1, self.ahead)}
         arriving = [(self._field(s, VALID), self._field(s, NUM_PAGES)) for s in at[1]]
-        sought = [self._seen(s) for s in at[self.ahead]]
         softmax = [self._view(s) for s in at[-1]]
         ending = [(self._view(s), self._field(s, LAST)) for s in at[-2]]
 
         for slot, (valid, num_pages) in zip(at[1], arriving, strict=True):
             self._wait_fetched(slot, valid, num_pages)
-        for slot, seen in zip(at[self.ahead], sought, strict=True):
-            self._wait_line(slot, seen)
+        for slot in at[self.ahead]:
+            self._wait_line(slot)
             self._wait_sent(slot, written=True, stored=False)
         for slot in at[-2]:
             self._wait_sent(slot, written=False, stored=True)
@@ -268,12 +269,10 @@ class _Kernel:
         for field, value in ((SEEN, seen), (SEQ_SEEN, current), (BASE, base), (LEFT, left)):
             self.own.records[slot * RECORD_WORDS + field] = value
         line = lax.div(base, jnp.int32(shape.geometry.page_size * LANES))
-        self._line_copy(slot, self._seq(current, 3) + line, seen).start()
+        self._line_copy(slot, self._seq(current, 3) + line).start()
         following = self._first_position(jnp.minimum(current + 1, self.num_decodes - 1))
-        return seq + last, jnp.where(last > 0, following, base + shape.blocks.block_tokens)
-
-    def _seen(self, slot: int) -> Array:
-        return self._field(slot, SEEN)
+        base = jnp.where(seen > 0, base + shape.blocks.block_tokens, base)
+        return seq + last, jnp.where(last > 0, following, base)
 
     def _record(self, slot: int) -> dict[int, Array]:
         """Works out what the stages need to know of the item that was sought."""
@@ -313,16 +312,17 @@ class _Kernel:
 
     # --- transfers: each may be of nothing (count 0) --------------------------------------------
 
-    def _line_copy(self, slot: int, line: Array, count: Array):
-        source, size = self.hbm.pages, count * LANES
+    def _line_copy(self, slot: int, line: Array):
+        """Page ids of an item. Of every item, even one past the last: a transfer of nothing still
+        has an address, which must be that of a page."""
         return pltpu.make_async_copy(
-            source.at[pl.ds(pl.multiple_of(line * LANES, LANES), size)],
-            self.own.lines.at[pl.ds(slot * LANES, size)],
+            self.hbm.pages.at[pl.ds(pl.multiple_of(line * LANES, LANES), LANES)],
+            self.own.lines.at[pl.ds(slot * LANES, LANES)],
             self.own.lined.at[slot],
         )
 
-    def _wait_line(self, slot: int, count: Array) -> None:
-        self._wait(self._line_copy(slot, jnp.int32(0), count), count)
+    def _wait_line(self, slot: int) -> None:
+        self._line_copy(slot, jnp.int32(0)).wait()
 
     def _row_copies(self, slot: int, source: Array, count: Array):
         item = self.own.items[slot]
