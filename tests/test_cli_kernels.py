@@ -24,10 +24,10 @@ from server.cli import app
 from server.cli.flags import option_help
 from server.cli.kernel_lab import launch, rows, tuning
 from server.cli.kernel_lab.cases import KernelCase, default_cases
-from server.cli.kernel_lab.compare import changes
+from server.cli.kernel_lab.compare import changes, identity, read_report
 from server.cli.kernel_lab.compiling import geometry_of
 from server.cli.kernel_lab.launch import Compiled, CompileFailed, Job, compiler_environment
-from server.cli.kernels import ReportFlags, TuneFlags
+from server.cli.kernels import COMMITTED, ReportFlags, TuneFlags
 
 DUMP = Path(__file__).parent / "fixtures" / "kernel_dumps" / "tiny-v6e-jax0.12"
 
@@ -141,6 +141,13 @@ def test_the_json_file_keeps_the_contract(tmp_path: Path) -> None:
     assert decode["scheduled_cycles_per_kv_token_head"] == pytest.approx(766 / 128, rel=1e-3)
     assert decode["spills"] == 0
     assert decode["vmem_bytes"] > 131072
+
+
+def test_the_committed_report_can_be_compared_with() -> None:
+    found = read_report(Path(__file__).parent.parent / COMMITTED)
+    assert len({identity(row) for row in found}) == len(found) > 0
+    for row in found:
+        assert set(KEYS) <= row.keys()
 
 
 AIMS = [
