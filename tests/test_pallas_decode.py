@@ -28,6 +28,9 @@ from kernels.chips import CHIPS, Chip
 from tests.attention_cases import Case, assert_correct, make_case
 from tests.attention_catalogue import Rows, decodes, verifies
 
+# Interpreted kernels take long where cores are shared.
+pytestmark = pytest.mark.timeout(600)
+
 INTERPRET = pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan")
 # Interpreted code is not worth optimising: it runs once.
 FAST_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
