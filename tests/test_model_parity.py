@@ -19,7 +19,7 @@ import pytest
 from flax import nnx
 
 from kernels.attention import attention_work, ragged_paged_attention
-from kernels.attention.cache_layout import kv_cache_shape
+from kernels.attention.cache_layout import kv_layout
 from tests import tiny_model
 from tpu_engine.models.loading import load_weights
 from tpu_engine.models.registry import family_of
@@ -61,13 +61,13 @@ def our_logits(model_dir: Path, ids: np.ndarray, chunk: int) -> np.ndarray:
         hidden, cache = model(tokens, work.places.positions, cache, attend)
         return model.logits(hidden), cache
 
-    shape = kv_cache_shape(
-        num_layers=opened.config.num_layers,
-        num_pages=PAGES + 1,
+    layout = kv_layout(
         num_kv_heads=opened.config.num_kv_heads,
-        page_size=PAGE_SIZE,
         head_dim=opened.config.head_dim,
+        page_size=PAGE_SIZE,
+        dtype="float32",
     )
+    shape = layout.shape(opened.config.num_layers, PAGES + 1)
     cache, rows = jnp.full(shape, jnp.nan), []
     for start in range(0, len(ids), chunk):
         part = ids[start : start + chunk]

@@ -1,4 +1,4 @@
-"""The op on the TPU kernels, interpreted: both calls in one step, lane packing, scales, and MLA.
+"""The op on the TPU kernels, interpreted: both calls in one step, lane packing, scales, trees.
 
 What one kernel does is tested beside it (`test_pallas_decode.py`, `test_pallas_chunk.py`); here is
 what only the op can get wrong. Races, stray and uninitialised reads end a case.

@@ -160,13 +160,6 @@ def _known(dtype: str) -> str:
     return dtype
 
 
-def kv_cache_shape(
-    *, num_layers: int, num_pages: int, num_kv_heads: int, page_size: int, head_dim: int
-) -> tuple[int, int, int, int, int, int]:
-    """The shape without lane packing, `[L, P, 2, K, S, H]`; `num_pages` includes the null page."""
-    return (num_layers, num_pages, 2, num_kv_heads, page_size, head_dim)
-
-
 def write_kv(
     cache: Array,
     layer: Int[Array, ""],

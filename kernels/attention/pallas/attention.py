@@ -91,7 +91,7 @@ def pallas_work(tables: BatchTables, *, num_tokens: int, plan: KernelPlan) -> Pa
     places = locate_tokens(tables, num_tokens, plan.geometry.page_size)
     queries = plan.decode.decode_queries
     split = step_tables(*tables, decode_queries=queries)
-    # Where each batch row stands among the decodes; the list ascends, so it can be searched.
+    # Where each batch row stands in the list of decodes: the inverse of that permutation.
     nth = jnp.argsort(split.decode_seqs).astype(jnp.int32)[places.seqs]
     is_decode = places.is_token & (places.q_lens <= queries)
     rows = nth * queries + places.positions - places.firsts

@@ -18,8 +18,8 @@ from kernels.attention.options import LayerData as LayerData
 class StepTables(NamedTuple):
     """The step's tables, and its rows split by call.
 
-    `decode_seqs[:num_decodes]` and `chunk_seqs[:num_chunks]` are ascending row numbers; entries
-    past the counts are row numbers too, but mean nothing.
+    `decode_seqs[:num_decodes]` and `chunk_seqs[:num_chunks]` are ascending row numbers; the
+    entries past the counts are the other rows, so that each list is a permutation of all.
     """
 
     page_table: Int[Array, "B W"]
