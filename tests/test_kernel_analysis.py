@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +13,14 @@ from kernels.analysis.dump import DumpError, kernel_files
 from kernels.analysis.loops import Flow
 from kernels.analysis.machine import MACHINES, machine_of
 from kernels.analysis.occupancy import Occupancy, occupancy
-from kernels.analysis.prediction import CONTEXTS, WorkFacts, predict
-from kernels.analysis.schedule import KernelSchedule, Transfer, read_schedule
+from kernels.analysis.prediction import CONTEXTS, StepFacts, WorkFacts, predict, predict_step
+from kernels.analysis.schedule import (
+    Cost,
+    KernelSchedule,
+    LoopReport,
+    Transfer,
+    read_schedule,
+)
 from kernels.analysis.tables import read_allocations, read_slot_use
 from kernels.chips import CHIPS
 
@@ -197,6 +205,23 @@ def test_branches_on_one_condition_agree(tmp_path: Path, definition: str, branch
     assert flow.way(root, [(-1,)] * 16) == [*range(5), *range(8, 16)]
 
 
+@pytest.mark.parametrize(
+    ("end", "branch", "passes"),
+    [("8", "!%p2_p5", 8), ("%s4", "!%p2_p5", None), ("8", "%p2_p5", None)],
+)
+def test_passes_up_to_a_constant_are_known(
+    tmp_path: Path, end: str, branch: str, passes: int | None
+) -> None:
+    read = listing(
+        tmp_path,
+        f"LB | %p2_p5 = scmp.ge.s32.totalorder %s1_s2, {end} /* loop exit test */ | Start region 1",
+        f"| %1 = sbr.rel ({branch}) target = $region1 |",
+        *["| %2 = snop |"] * 4,
+    )
+    (loop,) = Flow(read, 4, is_squeezed=False).loops().children
+    assert loop.passes == passes
+
+
 def test_a_loop_without_its_way_back_is_an_error(tmp_path: Path) -> None:
     flow = Flow(listing(tmp_path, "LB | %1 = snop | Start region 1"), 4, is_squeezed=False)
     with pytest.raises(DumpError, match="no branch back to the loop at bundle 0x0"):
@@ -342,6 +367,32 @@ def test_passes_of_inner_loops_count() -> None:
     facts = WorkFacts(128, 1, 1, 512, 1, inner_passes=(3,))  # as if the whole kernel were a pass
     outside = schedule.loops[0].steady.estimate
     assert predict(schedule, facts, chip).cycles == pytest.approx((outside + 3 * 103) / 128)
+
+
+def test_a_step_counts_loops_beside_the_steady_one_once_per_item() -> None:
+    """An item: 12 cycles around, 10 passes of a loop of 3. Its steady loop, 103 cycles and 14 more
+    where masked, has a loop of 5 in an optional body, 4 passes."""
+    schedule, chip = read("tiny-v6e-jax0.12"), CHIPS["v6e"]
+    root, steady = schedule.loops
+
+    def small(path: str, cycles: int, passes: int, *, is_on_steady_way: bool) -> LoopReport:
+        cost = Cost(cycles, cycles, Occupancy(0, 0, 0, 0))
+        same: dict[str, Any] = dict.fromkeys(("all_in", "steady", "longest"), cost)
+        later: dict[str, Any] = dict.fromkeys(("scheduled", "scheduled_steady"), cycles)
+        return replace(
+            root, path=path, passes=passes, is_on_steady_way=is_on_steady_way, **same, **later
+        )
+
+    around = small("0.0", 12, 1, is_on_steady_way=True)
+    beside = small("0.0.1", 3, 10, is_on_steady_way=True)
+    optional = small("0.0.0.0", 5, 4, is_on_steady_way=False)
+    nest = (root, around, replace(steady, path="0.0.0"), optional, beside)
+    facts = WorkFacts(128, 1, 1, 512, 1)
+    step = StepFacts(items=2, blocks=7, masked_blocks=3, useful_flops=524288, hbm_bytes=0)
+    found = predict_step(replace(schedule, loops=nest), facts, step, chip)
+    assert found["final"].cycles == 2 * (12 + 10 * 3 + 4 * 5) + 7 * 103 + 3 * 117
+    assert found["final"].useful_flop_share == pytest.approx(1 / found["final"].cycles, rel=1e-3)
+    assert found["scheduled"].cycles == 2 * (12 + 10 * 3 + 4 * 5) + 7 * 766 + 3 * 913
 
 
 def test_facts_that_lead_above_the_kernel_are_refused() -> None:

@@ -18,6 +18,8 @@ from kernels.analysis.dump import DumpError
 
 _MAX_SHARED = 5  # conditions followed through a loop: each doubles the ways to look at
 _REGISTER = re.compile(r"(%[a-z]+\d+)_\w+")
+# The exit test of a loop that counts from 0 to a constant.
+_CONSTANT_END = re.compile(r"scmp\.ge\.s32\S* %\S+, (\d+)")
 
 
 def _without_register(text: str) -> str:
@@ -27,10 +29,14 @@ def _without_register(text: str) -> str:
 
 @dataclass(slots=True)
 class Loop:
-    """Bundles `first` to `last`; the root stands for the whole kernel."""
+    """Bundles `first` to `last`; the root stands for the whole kernel.
+
+    `passes` is how often the body runs each time the loop is reached; None: known at run time.
+    """
 
     first: int
     last: int
+    passes: int | None = None
     children: list[Loop] = field(default_factory=list["Loop"])
 
     def own(self) -> list[int]:
@@ -114,8 +120,9 @@ class Flow:
             back = [branch for branch, target in self.targets.items() if target == index <= branch]
             if not back:
                 raise DumpError(self._path, f"no branch back to the loop at bundle {index:#x}")
-            found.append(Loop(index, self._end_of_loop(index, max(back))))
-        root = Loop(0, len(self.bundles) - 1)
+            end = self._end_of_loop(index, max(back))
+            found.append(Loop(index, end, self._constant_passes(max(back))))
+        root = Loop(0, len(self.bundles) - 1, passes=1)
         stack = [root]
         for loop in sorted(found, key=lambda loop: (loop.first, -loop.last)):
             while loop.first > stack[-1].last:
@@ -123,6 +130,12 @@ class Flow:
             stack[-1].children.append(loop)
             stack.append(loop)
         return root
+
+    def _constant_passes(self, back: int) -> int | None:
+        """Passes of the loop that the branch at `back` repeats, where its end is a constant."""
+        condition = self.condition(back)
+        match = _CONSTANT_END.fullmatch(condition[0]) if condition else None
+        return int(match[1]) if match and condition and not condition[1] else None
 
     def _end_of_loop(self, first: int, back: int) -> int:
         """The last delay slot of the branch `back`; where squeezed, the end of its region."""

@@ -39,7 +39,7 @@ class WorkFacts:
         useful_flops: of one pass when nothing in it is masked.
         inner_passes: passes of the loops between the steady one and the hot one (the one with
             most matrix work), from the outermost in, per pass of the one around; empty where the
-            hot loop is the steady one. Any other loop inside counts once.
+            hot loop is the steady one.
     """
 
     block_tokens: int
@@ -89,14 +89,13 @@ class PassCost:
 
     Attributes:
         steady: with the optional bodies a steady pass needs.
-        longest: with every optional body.
-        scheduled, scheduled_longest: the same with result latencies; None if the dump has none.
+        longest: with every optional body, but not the loops in those bodies.
+        beside: the loops in optional bodies, each once for as many passes as it has.
     """
 
     steady: int
     longest: int
-    scheduled: int | None
-    scheduled_longest: int | None
+    beside: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,44 +126,46 @@ def steady_loop(schedule: KernelSchedule, facts: WorkFacts) -> LoopReport:
     return next(loop for loop in schedule.loops if loop.path == path)
 
 
-def pass_cost(schedule: KernelSchedule, loop: LoopReport, inner: Sequence[int]) -> PassCost:
-    """One pass of `loop` with the loops inside it, those towards the hot one `inner` times."""
-    steady, longest = loop.steady.estimate, loop.longest.estimate
-    scheduled, scheduled_longest = loop.scheduled_steady, loop.scheduled
+def pass_cost(
+    schedule: KernelSchedule, loop: LoopReport, inner: Sequence[int], *, latencies: bool = False
+) -> PassCost:
+    """One pass of `loop` with the loops inside it, those towards the hot one `inner` times.
+
+    Other loops run as often as their exit test says, or once where that is known at run time only.
+    """
+    steady, longest, beside = loop.steady.estimate, loop.longest.estimate, 0
+    if latencies:
+        steady, longest = loop.scheduled_steady or 0, loop.scheduled or 0
     for child in schedule.children(loop.path):
         leads_on = bool(inner) and f"{schedule.hot.path}.".startswith(f"{child.path}.")
-        cost = pass_cost(schedule, child, inner[1:] if leads_on else ())
-        count = inner[0] if leads_on else 1
+        cost = pass_cost(schedule, child, inner[1:] if leads_on else (), latencies=latencies)
+        count = inner[0] if leads_on else child.passes or 1
         if child.is_on_steady_way:
             steady += count * cost.steady
-            if scheduled is not None and cost.scheduled is not None:
-                scheduled += count * cost.scheduled
-        longest += count * cost.longest
-        if scheduled_longest is not None and cost.scheduled_longest is not None:
-            scheduled_longest += count * cost.scheduled_longest
-    return PassCost(steady, longest, scheduled, scheduled_longest)
+            longest += count * cost.longest
+            beside += count * cost.beside
+        else:
+            beside += count * (cost.longest + cost.beside)
+    return PassCost(steady, longest, beside)
 
 
 def predict(schedule: KernelSchedule, facts: WorkFacts, chip: Chip) -> Prediction:
     """Puts the schedule against what the chip's HBM and matrix units could do."""
     loop = steady_loop(schedule, facts)
-    cost = pass_cost(schedule, loop, facts.inner_passes)
+    cost, later = pass_cost(schedule, loop, facts.inner_passes), None
+    if schedule.has_latencies:
+        later = pass_cost(schedule, loop, facts.inner_passes, latencies=True)
     hbm_cycles = facts.kv_token_head_bytes / chip.hbm_bytes_per_cycle
-    has_latencies = cost.scheduled is not None and cost.scheduled_longest is not None
     peak_cycles = facts.useful_flops / chip.flops_per_cycle
     return Prediction(
         cycles=cost.steady / facts.token_heads,
-        all_in_cycles=cost.longest / facts.token_heads,
-        scheduled_cycles=None if cost.scheduled is None else cost.scheduled / facts.token_heads,
+        all_in_cycles=(cost.longest + cost.beside) / facts.token_heads,
+        scheduled_cycles=None if later is None else later.steady / facts.token_heads,
         hbm_cycles=hbm_cycles,
-        roofline_share=_shares(cost.steady, cost.longest, hbm_cycles, facts),
-        scheduled_share=(
-            _shares(cost.scheduled or 0, cost.scheduled_longest or 0, hbm_cycles, facts)
-            if has_latencies
-            else {}
-        ),
+        roofline_share=_shares(cost, hbm_cycles, facts),
+        scheduled_share={} if later is None else _shares(later, hbm_cycles, facts),
         useful_flop_share=peak_cycles / cost.steady,
-        scheduled_flop_share=None if cost.scheduled is None else peak_cycles / cost.scheduled,
+        scheduled_flop_share=None if later is None else peak_cycles / later.steady,
         prologue_us=_prologue_cycles(schedule, loop) / chip.clock_hz * 1e6,
         code_bytes=schedule.num_bundles * BYTES_PER_BUNDLE,
         slot_shares=schedule.hot.slot_shares,
@@ -177,35 +178,31 @@ def predict_step(
 ) -> dict[str, StepPrediction]:
     """A whole call, edges included: "final" by slots and units, "scheduled" with latencies.
 
-    A masked block costs the loop's longest way, an item the longest way of the loop around it.
+    A masked block costs the loop's longest way. An item costs the longest way of the loop around
+    it with all loops in there, and once the loops in the optional bodies of the steady loop.
     """
     loop = steady_loop(schedule, facts)
-    cost = pass_cost(schedule, loop, facts.inner_passes)
-    around = [other for other in schedule.loops if other.path == loop.parent]
+    around = next(other for other in schedule.loops if other.path == loop.parent)
     found: dict[str, StepPrediction] = {}
-    for name, steady, longest, outer in (
-        ("final", cost.steady, cost.longest, sum(o.longest.estimate for o in around)),
-        (
-            "scheduled",
-            cost.scheduled,
-            cost.scheduled_longest,
-            sum(o.scheduled or 0 for o in around),
-        ),
-    ):
-        if steady is not None and longest is not None:
-            cycles = step.items * outer + step.blocks * steady + step.masked_blocks * longest
-            peak = step.useful_flops / chip.flops_per_cycle
-            needed = max(peak, step.hbm_bytes / chip.hbm_bytes_per_cycle)
-            found[name] = StepPrediction(cycles, min(1.0, needed / cycles), peak / cycles)
+    for name in ("final", "scheduled") if schedule.has_latencies else ("final",):
+        latencies = name == "scheduled"
+        cost = pass_cost(schedule, loop, facts.inner_passes, latencies=latencies)
+        outer = pass_cost(schedule, around, (0, *facts.inner_passes), latencies=latencies)
+        item = outer.longest + outer.beside + cost.beside
+        cycles = step.items * item + step.blocks * cost.steady + step.masked_blocks * cost.longest
+        peak = step.useful_flops / chip.flops_per_cycle
+        needed = max(peak, step.hbm_bytes / chip.hbm_bytes_per_cycle)
+        found[name] = StepPrediction(cycles, min(1.0, needed / cycles), peak / cycles)
     return found
 
 
-def _shares(steady: int, longest: int, hbm_cycles: float, facts: WorkFacts) -> dict[int, float]:
+def _shares(cost: PassCost, hbm_cycles: float, facts: WorkFacts) -> dict[int, float]:
     """Share of the HBM roofline by context length (module docstring)."""
     shares: dict[int, float] = {}
     for context in CONTEXTS:
         blocks = math.ceil(context / facts.block_tokens)
-        cycles = (blocks * steady + longest - steady) / facts.blocks_per_pass
+        optional = cost.longest + cost.beside - cost.steady
+        cycles = (blocks * cost.steady + optional) / facts.blocks_per_pass
         needed = context * facts.num_kv_heads * hbm_cycles
         shares[context] = min(1.0, needed / cycles)
     return shares

@@ -70,6 +70,7 @@ class LoopReport:
     Attributes:
         path: "0" is the kernel, "0.1" its second loop, "0.1.0" the first loop inside that.
         first, last: its bundles.
+        passes: of its body each time it is reached; None: known at run time only.
         all_in: cost of all its bundles, both sides of every branch.
         longest: of its longest way (of an if/else the longer side).
         steady: of the shortest way that misses no matrix work and no DMA from HBM: past what runs
@@ -85,6 +86,7 @@ class LoopReport:
     depth: int
     first: int
     last: int
+    passes: int | None
     all_in: Cost
     longest: Cost
     steady: Cost
@@ -125,6 +127,11 @@ class KernelSchedule:
 
     def children(self, path: str) -> list[LoopReport]:
         return [loop for loop in self.loops if loop.parent == path]
+
+    @property
+    def has_latencies(self) -> bool:
+        """Whether the dump had the listing with the latency of every result, of the same loops."""
+        return self.loops[0].scheduled is not None
 
     @property
     def hot(self) -> LoopReport:
@@ -247,6 +254,7 @@ def _report(
         depth=nested.path.count("."),
         first=loop.first,
         last=loop.last,
+        passes=loop.passes,
         all_in=cost(own),
         longest=cost(longest),
         steady=cost(steady),
