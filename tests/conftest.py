@@ -6,6 +6,7 @@ Owns the process-wide settings of the test suite and the fixtures that more than
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,15 @@ def shared_dir() -> Path:
     if not (path / "assets").is_dir():
         pytest.skip(f"no shared test data at {path} (set TPU_ENGINE_SHARED)")
     return path
+
+
+@pytest.fixture(autouse=True)
+def fresh_interpreter() -> None:
+    """Each test starts with an empty Pallas interpreter.
+
+    A kernel that fails while it is interpreted leaves memories, clocks and settings behind, and the
+    next kernel would be judged by those (`test_interpreter.py`).
+    """
+    interpreter = sys.modules.get("jax.experimental.pallas.tpu")
+    if interpreter is not None:  # else nothing was interpreted yet; most tests need no JAX
+        interpreter.reset_tpu_interpret_mode_state()
