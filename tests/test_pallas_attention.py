@@ -6,6 +6,7 @@ what only the op can get wrong. Races, stray and uninitialised reads end a case.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ def run(case: Case, layout: KvLayout) -> tuple[np.ndarray, np.ndarray]:
         **case.static_options(),
         layout=layout,
         backend="pallas-interpret",
-        kernels=small_plan(geometry, decode_queries=case.spec.decode_queries),
+        kernels=small_plan(geometry, case.scoring(), decode_queries=case.spec.decode_queries),
     )
     return np.asarray(out), np.asarray(cache)
 
@@ -82,17 +83,40 @@ def test_op_matches_oracle_on_the_kernels(name: str) -> None:
 def test_kernels_and_their_backend_go_together() -> None:
     case = make_case([(0, 1)], heads=(2, 1, 128), page_size=32)
     layout = layout_of(case)
-    plan = small_plan(layout.geometry(2, "float32"))
+    plan = small_plan(layout.geometry(2, "float32"), case.scoring())
     with pytest.raises(ValueError, match=r"kernels .* go with the pallas backends, got none"):
         ragged_paged_attention(*case.arguments(), layout=layout, backend="pallas")
     with pytest.raises(ValueError, match="go with the pallas backends, got some with 'xla'"):
         ragged_paged_attention(*case.arguments(), layout=layout, kernels=plan)
-    other = small_plan(layout.geometry(4, "float32"))
-    with pytest.raises(ValueError, match=r"kernels were planned for Geometry.num_q_heads=4"):
-        ragged_paged_attention(*case.arguments(), layout=layout, backend="pallas", kernels=other)
-    with pytest.raises(ValueError, match="planned for decode_queries=1, got 3"):
+
+
+UNPLANNED: dict[str, dict[str, Any]] = {
+    "num_q_heads=2, got num_q_heads=4": dict(heads=(4, 1, 128)),
+    "page_size=32, got page_size=64": dict(page_size=64),
+    "q_dtype=float32, got q_dtype=bfloat16": dict(q_dtype="bfloat16"),
+    "has_sinks=False, got has_sinks=True": dict(sinks=True),
+    "soft_cap=None, has_window=False, got soft_cap=3.0, has_window=True": dict(
+        soft_cap=3.0, window=20
+    ),
+    "scale=0.08838834764831845, got scale=1.0": dict(scale=1.0),
+    "decode_queries=1, got decode_queries=3": dict(decode_queries=3),
+}
+
+
+@pytest.mark.parametrize("message", UNPLANNED)
+def test_kernels_planned_for_something_else_are_refused(message: str) -> None:
+    shape: dict[str, Any] = dict(heads=(2, 1, 128), page_size=32)
+    planned = make_case([(0, 1)], **shape)
+    plan = small_plan(layout_of(planned).geometry(2, "float32"), planned.scoring())
+    case = make_case([(0, 1)], **shape | UNPLANNED[message])
+    with pytest.raises(ValueError, match=re.escape(f"kernels were planned for {message}")):
         ragged_paged_attention(
-            *case.arguments(), layout=layout, backend="pallas", kernels=plan, decode_queries=3
+            *case.arguments(),
+            **case.options(),
+            **case.static_options(),
+            layout=layout_of(case),
+            backend="pallas",
+            kernels=plan,
         )
 
 

@@ -58,10 +58,11 @@ def choose_kernels(
             return KernelChoice(backend, layout)
         shards = config.tensor_parallel
         geometry = layout.per_shard(shards).geometry(model.num_heads // shards, config.dtype)
+        scoring = Scoring(scale=model.head_dim**-0.5)
         if backend == "pallas-interpret":
-            return KernelChoice(backend, layout, small_plan(geometry), backend)
+            return KernelChoice(backend, layout, small_plan(geometry, scoring), backend)
         chip = chip_of(device_kind)
-        plan = plan_kernels(geometry, Scoring(scale=model.head_dim**-0.5), chip)
+        plan = plan_kernels(geometry, scoring, chip)
         fits = vmem_bytes(num_token_ids) <= chip.vmem_bytes
         return KernelChoice(backend, layout, plan, "pallas" if fits else "xla")
     except ValueError as error:

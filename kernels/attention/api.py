@@ -70,7 +70,8 @@ def ragged_paged_attention(
         layout: how the cache lies; None: `[L, P, 2, K, S, H]`.
         backend: "reference" (defines correct), "xla", "pallas" (TPU), or "pallas-interpret" (the
             TPU kernels, interpreted on any device with races and stray reads checked).
-        kernels: what the Pallas backends are compiled with (`plan_kernels`).
+        kernels: what the Pallas backends are compiled with (`plan_kernels` for these arrays and
+            these options).
         work: `attention_work(...)` of the same step and backend, to share it between layers.
 
     Returns:
@@ -112,7 +113,7 @@ def ragged_paged_attention(
         work,
         layout=layout,
         scoring=scoring_of(data, q.shape[2] ** -0.5 if scale is None else scale, soft_cap),
-        run=RunOn(backend, decode_queries, kernels),
+        run=RunOn(backend, str(q.dtype), decode_queries, kernels),
     )
     return scale_heads(unpack_output(layout, out), v_scale).astype(q.dtype), cache
 

@@ -7,14 +7,14 @@ Never picks a backend by looking at devices or the environment: the caller knows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Literal
 
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from kernels.attention.cache_layout import KvLayout
-from kernels.attention.geometry import Scoring
+from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.options import LayerData
 from kernels.attention.pallas.attention import (
     KernelPlan,
@@ -33,9 +33,13 @@ AttentionWork = XlaWork | PallasWork
 
 @dataclass(frozen=True, slots=True)
 class RunOn:
-    """Backend of a call, longest row that runs as a decode, kernels of a Pallas backend."""
+    """Backend of a call, dtype of its queries, longest row that runs as a decode, and kernels.
+
+    Queries that a scale was folded into come in float32 whatever they were.
+    """
 
     backend: Backend
+    q_dtype: str
     decode_queries: int = 1
     kernels: KernelPlan | None = None
 
@@ -83,19 +87,19 @@ def attend(
     """
     check_backend(run.backend, run.kernels)
     if run.kernels is not None:
-        _check_plan(run.kernels, layout, q, run.decode_queries)
+        _check_plan(run.kernels, layout.geometry(q.shape[1], run.q_dtype), scoring, run)
         if work is None:
             work = pallas_work(tables, num_tokens=q.shape[0], plan=run.kernels)
-        assert isinstance(work, PallasWork)
+        if not isinstance(work, PallasWork):
+            raise ValueError(f"work must be attention_work(...) of backend {run.backend!r}")
         interpreted = run.backend == "pallas-interpret"
         return pallas_attention(
-            q.astype(run.kernels.geometry.q_dtype),
+            q.astype(run.q_dtype),
             k_new,
             v_new,
             cache,
             data,
             work,
-            scoring=scoring,
             plan=run.kernels,
             interpret=interpreted and pltpu.InterpretParams(detect_races=True),
         )
@@ -113,7 +117,8 @@ def attend(
         )
     if work is None:
         work = xla_work(tables, num_tokens=q.shape[0], page_size=layout.page_size)
-    assert isinstance(work, XlaWork)
+    if not isinstance(work, XlaWork):
+        raise ValueError(f"work must be attention_work(...) of backend {run.backend!r}")
     return xla_attention(
         q,
         k_new,
@@ -138,12 +143,12 @@ def check_backend(backend: str, kernels: KernelPlan | None) -> None:
         )
 
 
-def _check_plan(plan: KernelPlan, layout: KvLayout, q: Array, decode_queries: int) -> None:
-    right = layout.geometry(q.shape[1], plan.geometry.q_dtype)
-    if plan.geometry != right:
-        raise ValueError(f"kernels were planned for {plan.geometry}, these arrays are {right}")
-    if plan.decode.decode_queries != decode_queries:
-        raise ValueError(
-            f"kernels were planned for decode_queries={plan.decode.decode_queries}, "
-            f"got {decode_queries}"
-        )
+def _check_plan(plan: KernelPlan, geometry: Geometry, scoring: Scoring, run: RunOn) -> None:
+    """Refuses kernels that were planned for something else, naming what differs."""
+    planned = asdict(plan.geometry) | asdict(plan.scoring)
+    planned |= dict(decode_queries=plan.decode.decode_queries)
+    given = asdict(geometry) | asdict(scoring) | dict(decode_queries=run.decode_queries)
+    other = [name for name in planned if planned[name] != given[name]]
+    if other:
+        both = (", ".join(f"{name}={side[name]}" for name in other) for side in (planned, given))
+        raise ValueError("kernels were planned for {}, got {}".format(*both))

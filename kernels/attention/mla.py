@@ -105,7 +105,7 @@ def mla_ragged_paged_attention(
         work,
         layout=layout,
         scoring=scoring_of(data, scale, soft_cap),
-        run=RunOn(backend, decode_queries, kernels),
+        run=RunOn(backend, str(q_latent.dtype), decode_queries, kernels),
     )
     return queries(out[..., :latent_dim], kv_scale).astype(q_latent.dtype), cache
 

@@ -33,10 +33,12 @@ class KernelPlan:
 
     Attributes:
         geometry: of one device's share of the heads.
+        scoring: what a layer asks for; options take memory, so the blocks were chosen with them.
         decode, chunk: block sizes.
     """
 
     geometry: Geometry
+    scoring: Scoring
     decode: DecodeBlocks
     chunk: ChunkBlocks
 
@@ -68,15 +70,17 @@ def plan_kernels(
     """
     return KernelPlan(
         geometry,
+        scoring,
         decode_blocks_for(geometry, scoring, chip, decode_queries=decode_queries, explicit=decode),
         chunk_blocks_for(geometry, scoring, chip, explicit=chunk),
     )
 
 
-def small_plan(geometry: Geometry, *, decode_queries: int = 1) -> KernelPlan:
+def small_plan(geometry: Geometry, scoring: Scoring, *, decode_queries: int = 1) -> KernelPlan:
     """The least unrolled kernels: interpreting costs time by the instruction, not by the token."""
     return KernelPlan(
         geometry,
+        scoring,
         DecodeBlocks(
             block_tokens=max(32, geometry.page_size),
             num_slots=MIN_SLOTS,
@@ -111,12 +115,13 @@ def pallas_attention(
     data: LayerData,
     work: PallasWork,
     *,
-    scoring: Scoring,
     plan: KernelPlan,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "T N Wv"], Float[Array, "L P planes R S Wk"]]:
     """Runs both calls; each writes its own sequences' keys and values, so neither waits."""
-    statics: dict[str, Any] = dict(geometry=plan.geometry, scoring=scoring, interpret=interpret)
+    statics: dict[str, Any] = dict(
+        geometry=plan.geometry, scoring=plan.scoring, interpret=interpret
+    )
     decoded, cache = decode_attention(
         q, k_new, v_new, cache, work.decode, data, blocks=plan.decode, **statics
     )
