@@ -12,7 +12,7 @@ import pytest
 
 from kernels.attention import mla_ragged_paged_attention
 from kernels.attention.cache_layout import KvLayout, kv_layout, latent_layout
-from tests.attention_cases import DTYPES, PLAIN_BACKENDS, Case, assert_correct, make_case
+from tests.attention_cases import PLAIN_BACKENDS, Case, assert_correct, make_case
 
 LATENT, ROPE = 24, 8
 ROWS = [(5, 1), (0, 7), (64, 1), (31, 33), (2, 2)]
@@ -20,29 +20,41 @@ STATIC = ("scale", "soft_cap", "decode_queries", "layout", "backend")
 OP = jax.jit(mla_ragged_paged_attention, static_argnames=STATIC)
 
 
-def latent_case(rows: list[tuple[int, int]] = ROWS, heads: int = 4, **spec: Any) -> Case:
-    shape: dict[str, Any] = dict(heads=(heads, 1, LATENT + ROPE), value_width=LATENT, scale=0.25)
+def latent_case(rows: list[tuple[int, int]] = ROWS, **spec: Any) -> Case:
+    shape: dict[str, Any] = dict(heads=(4, 1, LATENT + ROPE), value_width=LATENT, scale=0.25)
     return make_case(rows, **shape | spec)
 
 
 def arguments(case: Case, cache: np.ndarray) -> tuple[Any, ...]:
-    q, new = case.q, case.k_new[:, 0]
-    parts = (q[..., :LATENT], q[..., LATENT:], new[:, :LATENT], new[:, LATENT:])
+    q, new, latent = case.q, case.k_new[:, 0], case.spec.value_width
+    parts = (q[..., :latent], q[..., latent:], new[:, :latent], new[:, latent:])
     return (*parts, cache, np.int32(case.layer), *case.tables())
 
 
-def run(case: Case, backend: str, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+def options_of(case: Case) -> dict[str, Any]:
     options = case.options() | case.static_options()
     if case.k_scale is not None:
         for name, replaced in (("k_scale", "kv_scale"), ("v_scale", "k_rope_scale")):
             options[replaced] = options.pop(name)[0]
-    out, cache = OP(*arguments(case, case.cache), **options | more, backend=backend)
+    return options
+
+
+def run(case: Case, backend: str, **more: Any) -> tuple[np.ndarray, np.ndarray]:
+    out, cache = OP(*arguments(case, case.cache), **options_of(case) | more, backend=backend)
     return np.asarray(out), np.asarray(cache)
+
+
+def padded(cache: np.ndarray, layout: KvLayout) -> np.ndarray:
+    """The cache with whole registers: zeros behind owned rows, NaN behind those of nobody."""
+    owned = ~np.isnan(cache[..., :1].astype(np.float32))
+    spare = np.ones(layout.width - cache.shape[-1], np.float32)
+    rest = np.where(owned, 0, np.nan) * spare
+    return np.concatenate([cache, rest.astype(cache.dtype)], axis=-1)
 
 
 @pytest.mark.parametrize("heads", [1, 3, 16])
 def test_matches_oracle(heads: int) -> None:
-    case = latent_case(heads=heads)
+    case = latent_case(heads=(heads, 1, LATENT + ROPE))
     for backend in PLAIN_BACKENDS if heads == 3 else ("reference",):
         assert_correct(case, *run(case, backend))
 
@@ -98,16 +110,11 @@ def test_padded_rows(backend: str) -> None:
         latent_dim=LATENT, rope_dim=ROPE, page_size=16, dtype="float32", lanes=128
     )
 
-    def padded(cache: np.ndarray) -> np.ndarray:
-        owned = ~np.isnan(cache[..., :1])
-        rest = np.where(owned, 0, np.nan) * np.ones(128 - LATENT - ROPE, DTYPES["float32"])
-        return np.concatenate([cache, rest], axis=-1, dtype=np.float32)
-
     options = case.static_options() | dict(layout=layout, backend=backend)
-    out, cache = OP(*arguments(case, padded(case.cache)), **options)
+    out, cache = OP(*arguments(case, padded(case.cache, layout)), **options)
     assert_correct(case, np.asarray(out), np.asarray(cache)[..., : LATENT + ROPE])
     pages = np.asarray(cache)[:, 1:]
-    np.testing.assert_array_equal(pages, padded(pages[..., : LATENT + ROPE]))
+    np.testing.assert_array_equal(pages, padded(pages[..., : LATENT + ROPE], layout))
 
 
 def bad(layout: KvLayout | None = None, **changed: Any) -> None:

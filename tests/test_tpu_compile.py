@@ -103,6 +103,7 @@ def test_step_program_compiles_for_tpu(
         "TPU_SKIP_MDS_QUERY": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v6e-8",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it only compiles: others may do so as well
     }
     options = (chip, str(num_devices), attention, quantize, kv_dtype, tmp_path)
     subprocess.run(
