@@ -20,6 +20,8 @@ MAX_KERNEL_FILE_LINES = 600
 MAX_FUNCTION_LINES = 50
 MAX_KERNEL_FUNCTION_LINES = 150
 MAX_PARAMETERS = 7
+# The top of the process, of the step thread, and of the thread that builds the engine.
+BROAD_EXCEPTS = ("server/cli/flags.py", "server/main.py", "tpu_engine/step_thread.py")
 
 BANNED_NAMES = re.compile(r"^(handle_|process_|do_[a-z])|(^|_)(utils?|helpers?|manager)(_|$)", re.I)
 BANNED_TEXT = re.compile(r"\b(TODO|FIXME|XXX|NotImplementedError)\b")
@@ -127,3 +129,14 @@ def test_no_function_writes_a_module_global() -> None:
         if isinstance(node, ast.Global)
     ]
     assert offenders == []
+
+
+def test_only_the_top_of_a_process_or_thread_catches_everything() -> None:
+    found = [
+        str(path.relative_to(REPO))
+        for path, tree in sources(PRODUCT).items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler)
+        and (node.type is None or re.search(r"\b(Base)?Exception\b", ast.unparse(node.type)))
+    ]
+    assert sorted(found) == list(BROAD_EXCEPTS)

@@ -175,6 +175,7 @@ def test_a_shard_that_is_missing_or_at_odds_with_the_index(tmp_path: Path) -> No
         ("generation_config.json", '{"temperature": "hot"}', "temperature"),
         ("tokenizer.json", None, "tokenizer.json: the file is missing"),
         ("tokenizer.json", '{"model": {}}', "tokenizer.json: not a usable tokenizer"),
+        ("tokenizer.json", '{"model":', "tokenizer.json: not a usable tokenizer"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "chat template: not valid"),
         ("tokenizer_config.json", '{"chat_template": 3}', "chat_template must be"),
         ("model.safetensors", None, "neither model.safetensors nor"),

@@ -62,10 +62,10 @@ class Tokenizer:
     def from_json(cls, text: str, where: str) -> Tokenizer:
         """Reads the content of a `tokenizer.json`; `InvalidModel` where it isn't one."""
         try:
-            backend = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:
-            if type(error) is not Exception:  # the library raises bare Exception for bad content
-                raise
+            # Of the library's readers the one that raises ValueError for bad content; `from_str`
+            # raises a bare Exception.
+            backend = tokenizers.Tokenizer.from_buffer(text.encode())
+        except ValueError as error:
             raise InvalidModel(f"{where}: not a usable tokenizer: {error}") from None
         return cls(backend, where)
 
