@@ -16,8 +16,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kernels.attention import ragged_paged_attention
+from kernels.attention import ragged_paged_attention, small_plan
+from kernels.attention.cache_layout import kv_layout
+from kernels.attention.geometry import Scoring
 from tests.attention_cases import DTYPES
+from tests.test_attention_layout import laid_out
+from tests.test_pallas_attention import FAST_COMPILE
 
 SPLIT_BACKENDS = ["xla"]
 LENGTH = 70
@@ -27,6 +31,11 @@ ROWS = 4
 TOKENS = 96
 HEADS = (6, 2, 16)
 OP = jax.jit(ragged_paged_attention, static_argnames="backend")
+KERNELS = jax.jit(
+    ragged_paged_attention,
+    static_argnames=("backend", "layout", "kernels"),
+    compiler_options=FAST_COMPILE,
+)
 
 
 @dataclass(frozen=True)
@@ -45,7 +54,7 @@ class Server:
         prompt = np.random.default_rng(seed)
         self.q = prompt.normal(size=(LENGTH, n, h)).astype(np.float32)
         self.new = prompt.normal(size=(2, LENGTH, k, h)).astype(np.float32)
-        self.options: dict[str, Any] = dict(window=np.int32(window), backend=backend)
+        self.op, self.options = OP, dict[str, Any](window=np.int32(window), backend=backend)
         if kv_dtype == "int8":
             scale = np.array([0.02, 0.03], np.float32)
             self.options |= dict(k_scale=scale, v_scale=scale)
@@ -56,6 +65,17 @@ class Server:
         shape = (2, ROWS * WIDTH + 1, 2, k, PAGE, h)
         self.cache = (self.rng.normal(size=shape) * 50).astype(DTYPES[kv_dtype])
         self.free([0, *self.pages[0]])
+        if backend == "pallas-interpret":
+            self.run_on_kernels(kv_dtype)
+
+    def run_on_kernels(self, kv_dtype: str) -> None:
+        """The same pages in rows of whole registers, as the kernels read them."""
+        n, k, h = HEADS
+        layout = kv_layout(num_kv_heads=k, head_dim=h, page_size=PAGE, dtype=kv_dtype, lanes=128)
+        scoring = Scoring(h**-0.5, has_window=True)
+        plan = small_plan(layout.geometry(n, "float32"), scoring)
+        self.op, self.cache = KERNELS, laid_out(self.cache, layout)
+        self.options |= dict(layout=layout, kernels=plan)
 
     def free(self, pages: list[int]) -> None:
         """Nobody owns these: NaN, or the largest value where a dtype has none."""
@@ -98,7 +118,7 @@ class Server:
                 table[i, :gone] = 0
                 self.free(list(self.pages[0, :gone]))
         tables = (table, kv_lens, cu_q_lens, np.int32(len(rows)))
-        out, cache = OP(q, *new, self.cache, np.int32(1), *tables, **self.options)
+        out, cache = self.op(q, *new, self.cache, np.int32(1), *tables, **self.options)
         self.cache = np.array(cache)
         return np.asarray(out)[place]
 
@@ -114,11 +134,52 @@ class Server:
 def test_any_way_of_serving_a_prompt(
     backend: str, kv_dtype: str, cuts: list[int], seed: int, window: int
 ) -> None:
+    assert_same_however_split(backend, kv_dtype, cuts, seed, window)
+
+
+def assert_same_however_split(
+    backend: str, kv_dtype: str, cuts: list[int], seed: int, window: int
+) -> None:
     whole = Server(seed, 0, window, kv_dtype, backend).serve([], with_others=False)
     parts = Server(seed, seed + 1, window, kv_dtype, backend).serve(cuts, with_others=True)
     np.testing.assert_array_equal(parts.stored, whole.stored)
     np.testing.assert_allclose(parts.out, whole.out, rtol=1e-5, atol=3e-6)
     assert np.ptp(whole.out) > 0.5
+
+
+# The interpreter is too slow for random search: cuts at, beside and away from the borders of pages.
+KERNEL_SPLITS = {
+    "cuts": [1, 33],
+    "a cut in every page": [1, 17, 48],
+    "cuts one after the other": [31, 32, 33, 34],
+    "a last token alone": [69],
+    "pages of their own": [16, 32, 48, 64],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "window"),
+    [
+        ("cuts", 20),
+        *(
+            pytest.param(name, window, marks=pytest.mark.long)
+            for name in KERNEL_SPLITS
+            for window in (0, 20)
+            if (name, window) != ("cuts", 20)
+        ),
+    ],
+)
+@pytest.mark.timeout(600)
+def test_pallas_any_way_of_serving_a_prompt(name: str, window: int) -> None:
+    cuts = KERNEL_SPLITS[name]
+    assert_same_however_split("pallas-interpret", "float32", cuts, len(name), window)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_pallas_a_prompt_decoded_token_by_token() -> None:
+    cuts = list(range(1, LENGTH))
+    assert_same_however_split("pallas-interpret", "float32", cuts, 5, 20)
 
 
 @pytest.mark.parametrize("backend", SPLIT_BACKENDS)
