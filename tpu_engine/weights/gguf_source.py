@@ -168,4 +168,6 @@ def _decoded(raw: Array, kind: GGMLQuantizationType) -> Array:
     """Stored bytes `[..., row bytes]` as numbers `[..., row]`."""
     if kind in _PLAIN:
         return raw.view(_PLAIN[kind])
-    return dequantize(raw, kind)
+    # The scales of a damaged block may be infinite or NaN; so are its weights then, without noise.
+    with np.errstate(invalid="ignore", over="ignore"):
+        return dequantize(raw, kind)
