@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
@@ -118,16 +119,27 @@ def pallas_attention(
     plan: KernelPlan,
     interpret: pltpu.InterpretParams | bool = False,
 ) -> tuple[Float[Array, "T N Wv"], Float[Array, "L P planes R S Wk"]]:
-    """Runs both calls; each writes its own sequences' keys and values, so neither waits."""
+    """Runs both calls; each writes its own sequences' keys and values, so neither waits.
+
+    Without chunks nothing is prepared for their call: reordering queries and outputs costs more
+    than a short decode.
+    """
     statics: dict[str, Any] = dict(
         geometry=plan.geometry, scoring=plan.scoring, interpret=interpret
     )
     decoded, cache = decode_attention(
         q, k_new, v_new, cache, work.decode, data, blocks=plan.decode, **statics
     )
-    out, cache = chunk_attention(
-        q, k_new, v_new, cache, work.chunk, data, blocks=plan.chunk, **statics
-    )
-    rows = work.decode_rows[:, None, None]
-    out = jnp.where(rows >= 0, decoded[jnp.maximum(work.decode_rows, 0)], out)
-    return jnp.where(work.places.is_token[:, None, None], out, 0), cache
+    decoded = decoded[jnp.maximum(work.decode_rows, 0)]
+    is_decode, is_token = work.decode_rows[:, None, None] >= 0, work.places.is_token[:, None, None]
+
+    def with_chunks(cache: Array) -> tuple[Array, Array]:
+        out, cache = chunk_attention(
+            q, k_new, v_new, cache, work.chunk, data, blocks=plan.chunk, **statics
+        )
+        return jnp.where(is_decode, decoded, jnp.where(is_token, out, 0)), cache
+
+    def without(cache: Array) -> tuple[Array, Array]:
+        return jnp.where(is_decode, decoded, 0), cache
+
+    return jax.lax.cond(work.chunk.num_items > 0, with_chunks, without, cache)

@@ -127,8 +127,10 @@ def chunk_work(
     # An item writes from the tile of its first position on, which is in that position's page.
     q_starts = firsts[seqs] // tile * tile + item_blocks * q_tokens
     positions = starts[seqs] + jnp.maximum(q_starts - firsts[seqs], 0)
-    ids = positions[:, None] // page + jnp.arange(IDS_PER_WINDOW, dtype=jnp.int32)
+    # So many pages hold its new positions, which begin anywhere in the first of them.
+    ids = positions[:, None] // page + jnp.arange(-(-q_tokens // page) + 1, dtype=jnp.int32)
     item_pages = table[seqs[:, None], jnp.clip(ids, 0, table.shape[1] - 1)]
+    item_pages = jnp.pad(item_pages, ((0, 0), (0, IDS_PER_WINDOW - ids.shape[1])))
     return ChunkWork(
         seqs,
         item_blocks,

@@ -338,7 +338,7 @@ class _Kernel:
         shape, page_size = self.shape, self.shape.geometry.page_size
         fields = self._record(slot)
         one_new = shape.blocks.decode_queries == 1
-        source = self._seq(fields[SEQ], 2) if one_new else fields[SEQ]
+        source = self._seq(fields[SEQ], 2)
         for copy in self._row_copies(slot, source, fields[VALID]):
             copy.start()
         base = self._field(slot, BASE)

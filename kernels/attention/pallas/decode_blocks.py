@@ -107,7 +107,7 @@ class DecodeShape:
         if geometry.q_dtype != geometry.kv_dtype:
             return (self.num_rows, geometry.q_dtype), (self.new_rows, "int32")
         tile = SUBLANES * self.packing
-        rows = self.num_rows + self.new_rows * self.packing
+        rows = self.num_rows + self.new_rows
         return ((-(-rows // tile) * tile, geometry.q_dtype),)
 
     @property

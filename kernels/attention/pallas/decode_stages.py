@@ -109,8 +109,17 @@ def _new_words(shape: DecodeShape, rows, source: int) -> Array:
     """One new row as 32-bit words that hold it once per cache row sharing the word."""
     if rows.dtype == jnp.int32:
         return rows[0, source : source + 1, :]
-    start = shape.num_rows + source * shape.packing
-    return pltpu.bitcast(rows[0, start : start + shape.packing, :], jnp.int32)
+    packing, at = shape.packing, shape.num_rows + source
+    first = at - at % packing
+    words = pltpu.bitcast(rows[0, first : first + packing, :], jnp.int32)
+    bits = WORD_BITS // packing
+    part = lax.shift_right_logical(words, at % packing * bits)
+    if packing > 1:
+        part &= (1 << bits) - 1
+    while bits < WORD_BITS:
+        part |= part << bits
+        bits *= 2
+    return part
 
 
 def score(shape: DecodeShape, q, kv, stage: Stage) -> None:

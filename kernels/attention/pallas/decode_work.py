@@ -17,7 +17,7 @@ from kernels.attention.pallas.decode_blocks import DecodeShape
 from kernels.attention.pallas.tables import StepTables
 from kernels.chips import LANES
 
-SEQ_WORDS = 4  # per sequence in `DecodeWork.seqs`: length, new tokens, first token, first page row
+SEQ_WORDS = 4  # per sequence in `DecodeWork.seqs`: length, new tokens, operand row, first page row
 
 
 class DecodeWork(NamedTuple):
@@ -25,7 +25,8 @@ class DecodeWork(NamedTuple):
 
     Attributes:
         num_decodes: how many there are; entries past it mean nothing.
-        seqs: per row its KV length, number of new tokens, first token and first row of `pages`.
+        seqs: per row its KV length, number of new tokens, its row in the operands that
+            `token_rows` makes, and first row of `pages`.
         pages: the page table in rows of 128 ids, so that a row is one aligned transfer.
         tokens: token number of each new token, clipped into the step.
     """
@@ -43,7 +44,9 @@ def decode_work(tables: StepTables, *, num_tokens: int, decode_queries: int) -> 
     padded = jnp.pad(tables.page_table, ((0, 0), (0, lines * LANES - width)))
     seqs = tables.decode_seqs
     first = tables.cu_q_lens[seqs]
-    fields = (tables.kv_lens[seqs], tables.cu_q_lens[seqs + 1] - first, first, seqs * lines)
+    by_token = _rows_are_tokens(num_tokens, num_rows, decode_queries)
+    rows = first if by_token else jnp.arange(num_rows, dtype=jnp.int32)
+    fields = (tables.kv_lens[seqs], tables.cu_q_lens[seqs + 1] - first, rows, seqs * lines)
     tokens = first[:, None] + jnp.arange(decode_queries, dtype=jnp.int32)[None, :]
     return DecodeWork(
         tables.num_decodes,
@@ -51,6 +54,14 @@ def decode_work(tables: StepTables, *, num_tokens: int, decode_queries: int) -> 
         padded.reshape(num_rows * lines, 1, LANES),
         jnp.minimum(tokens, num_tokens - 1),
     )
+
+
+def _rows_are_tokens(num_tokens: int, num_seqs: int, decode_queries: int) -> bool:
+    """Whether operands have a row per token, or one per decode row, gathered.
+
+    A plain decode step is about as many tokens as rows: then reordering them all is cheaper.
+    """
+    return decode_queries == 1 and num_tokens <= num_seqs
 
 
 def token_rows(
@@ -61,28 +72,23 @@ def token_rows(
     shape: DecodeShape,
 ) -> tuple[Num[Array, "X R Hk"], ...]:
     """What each sequence brings, as `DecodeShape.token_rows` says: queries, then new K/V."""
-    queries, words = _query_rows(q, work, shape), _new_kv_rows(k_new, v_new, work, shape)
-    if len(shape.token_rows) == 2:
-        return queries, words
-    count, _, width = queries.shape
     planes = k_new if v_new is None else jnp.concatenate([k_new, v_new], axis=1)
-    if shape.blocks.decode_queries > 1:
-        planes = planes[work.tokens].reshape(count, shape.new_rows, width)
-    rows = jnp.concatenate([queries, jnp.repeat(planes, shape.packing, axis=1)], axis=1)
+    if _rows_are_tokens(q.shape[0], *work.tokens.shape):
+        q, planes = q[:, None], planes[:, None]
+    else:
+        q, planes = q[work.tokens], planes[work.tokens]
+    queries = _query_rows(q, shape)
+    new = planes.reshape(planes.shape[0], shape.new_rows, -1)
+    if len(shape.token_rows) == 2:
+        return queries, _repeated_in_words(new, shape.packing)
+    rows = jnp.concatenate([queries, new], axis=1)
     return (jnp.pad(rows, ((0, 0), (0, shape.token_rows[0][0] - rows.shape[1]), (0, 0))),)
 
 
-def _query_rows(
-    q: Float[Array, "T N Hk"], work: DecodeWork, shape: DecodeShape
-) -> Float[Array, "X R Hk"]:
-    """Queries in the kernel's row order: tile, KV head of the tile, new token, head of the group.
-
-    A plain decode step is indexed by token and, where heads fill whole tiles, is `q` itself; a
-    verify step is gathered by decode row.
-    """
+def _query_rows(queries: Float[Array, "X Q N Hk"], shape: DecodeShape) -> Float[Array, "X R Hk"]:
+    """Queries in the kernel's order: tile, KV head of the tile, new token, head of the group."""
     geometry, blocks = shape.geometry, shape.blocks
     tiles, heads = shape.num_tiles, blocks.heads_per_tile
-    queries = q[:, None] if blocks.decode_queries == 1 else q[work.tokens]
     count, num_new, _, width = queries.shape
     split = queries.reshape(count, num_new, tiles, heads, geometry.group, width)
     ordered = split.transpose(0, 2, 3, 1, 4, 5).reshape(count, tiles, -1, width)
@@ -103,21 +109,12 @@ def output_rows(rows: Float[Array, "B R Hv"], shape: DecodeShape) -> Float[Array
     return split.transpose(0, 3, 1, 2, 4, 5).reshape(count * num_new, geometry.num_q_heads, width)
 
 
-def _new_kv_rows(
-    k_new: Num[Array, "T K Hk"],
-    v_new: Num[Array, "T K Hk"] | None,
-    work: DecodeWork,
-    shape: DecodeShape,
-) -> Int[Array, "X R Hk"]:
-    """New K and V as 32-bit words that hold the value once per cache row sharing the word.
+def _repeated_in_words(rows: Num[Array, "X R Hk"], packing: int) -> Int[Array, "X R Hk"]:
+    """Narrow rows as 32-bit words that hold the value once per cache row sharing the word.
 
     The kernel merges a word under a mask of bits, whatever the row's place in it: narrow types
     need no shifting between rows.
     """
-    planes = k_new if v_new is None else jnp.concatenate([k_new, v_new], axis=1)
-    bits = jax.lax.bitcast_convert_type(planes, jnp.dtype(f"uint{32 // shape.packing}"))
-    repeated = {1: 1, 2: 0x0001_0001, 4: 0x0101_0101}[shape.packing]
-    words = (bits.astype(jnp.uint32) * jnp.uint32(repeated)).astype(jnp.int32)
-    if shape.blocks.decode_queries == 1:
-        return words
-    return words[work.tokens].reshape(work.tokens.shape[0], shape.new_rows, -1)
+    bits = jax.lax.bitcast_convert_type(rows, jnp.dtype(f"uint{32 // packing}"))
+    repeated = {1: 1, 2: 0x0001_0001, 4: 0x0101_0101}[packing]
+    return (bits.astype(jnp.uint32) * jnp.uint32(repeated)).astype(jnp.int32)
