@@ -37,7 +37,9 @@ def decode_blocks_for(
     tuned = tuned_blocks("decode_attention", geometry, chip.name)
     if tuned is not None and decode_queries == 1:
         found = DecodeBlocks(**tuned)
-        if _fits(decode_blocks.vmem_bytes(geometry, scoring, found), chip):
+        # Scoring (sinks) can need more than what was tuned.
+        needed = decode_blocks.vmem_bytes(geometry, scoring, found)
+        if needed + decode_blocks.VMEM_RESERVE <= chip.vmem_bytes:
             return found
     return decode_blocks.default_blocks(geometry, scoring, chip, decode_queries=decode_queries)
 
@@ -52,7 +54,7 @@ def chunk_blocks_for(
     tuned = tuned_blocks("chunk_attention", geometry, chip.name)
     if tuned is not None:
         found = ChunkBlocks(**tuned)
-        if _fits(chunk_blocks.vmem_bytes(geometry, scoring, found), chip):
+        if chunk_blocks.vmem_bytes(geometry, scoring, found) <= chunk_blocks.usable_vmem(chip):
             return found
     return chunk_blocks.default_blocks(geometry, scoring, chip)
 
@@ -82,8 +84,3 @@ def table_text() -> str:
 @cache
 def _table() -> dict[tuple[str, str, Geometry], dict[str, int]]:
     return {(kernel, chip, geo): blocks for kernel, chip, geo, blocks in entries(table_text())}
-
-
-def _fits(needed: int, chip: Chip) -> bool:
-    """Scoring (sinks) can need more than what was tuned."""
-    return needed <= chip.vmem_bytes * 7 // 8

@@ -141,13 +141,13 @@ def _misfit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks, chip: Chi
     return ""
 
 
-# Spills of a group that is no power of two take this much even where the buffers are small.
-SPILL_BYTES = 2 << 20
+# Spills of groups that are no power of two, and of heads of 256, take so much of small buffers too.
+SPILL_BYTES = 3 << 20
 
 
 def usable_vmem(chip: Chip) -> int:
     """What the buffers may take: the compiler keeps an eighth for spills and its own scratch."""
-    return chip.vmem_bytes * 7 // 8
+    return min(chip.vmem_bytes * 7 // 8, chip.vmem_bytes - SPILL_BYTES)
 
 
 def vmem_limit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks) -> int:
