@@ -15,7 +15,8 @@ which it fills beside the arithmetic. Rows of few tokens belong to the decode ke
     copies        KV blocks n+1 ... n+slots-1, queries of the next item, pages of the last one
 
 Steps run across blocks and items without a break; one more step than there is work finishes the
-last one. Blocks that every query sees entirely take the code without a mask.
+last one. The mask is rewritten only where it changes: blocks that every query sees entirely share
+one that hides nothing.
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ def chunk_attention(
     scalars = jnp.stack([work.num_items, layer.layer, window]).astype(jnp.int32)
     tables = (work.item_seqs, work.item_blocks, work.cu_q_lens, work.kv_lens)
     prefetched = (scalars, *tables, work.first_pages, work.last_pages)
-    operands = [queries, new, work.page_ids, work.item_pages, cache]
+    operands = [queries, new, work.page_ids, cache]
     if not interpret:
         # XLA may keep a small operand in VMEM, from where "copies" are loops of loads and stores.
         operands = [pltpu.with_memory_space_constraint(each, pltpu.HBM) for each in operands]
@@ -122,7 +123,7 @@ def chunk_attention(
             out_specs=[pl.BlockSpec(memory_space=pltpu.HBM)] * 2,
             scratch_shapes=_scratch(geometry, blocks),
         ),
-        input_output_aliases={len(prefetched) + 4: 1},
+        input_output_aliases={len(prefetched) + 3: 1},
         compiler_params=pltpu.CompilerParams(
             disable_bounds_checks=True, vmem_limit_bytes=vmem_limit(geometry, scoring, blocks)
         ),
@@ -139,7 +140,7 @@ def _scratch(geometry: Geometry, blocks: ChunkBlocks) -> list[Any]:
     return [
         *(pltpu.VMEM(shape, jnp.dtype(dtype)) for shape, dtype in buffers),
         pltpu.SMEM((1, IDS_PER_WINDOW), jnp.int32),
-        pltpu.SMEM((1, IDS_PER_WINDOW), jnp.int32),
+        pltpu.SMEM((2, 1, IDS_PER_WINDOW), jnp.int32),
         pltpu.SMEM((copies.CURSOR_WORDS,), jnp.int32),
         pltpu.SMEM((blocks.kv_slots, 8), jnp.int32),
         *(dma((count,)) for count in (blocks.kv_slots, 2, 2)),
@@ -177,7 +178,7 @@ def _name_refs(
 ) -> copies.Memory:
     take = lambda n: [refs.pop(0) for _ in range(n)]  # noqa: E731
     scalars, seqs, item_blocks, cu_q_lens, kv_lens, first_pages, last_pages = take(7)
-    hbm_q, hbm_new, page_ids, item_pages, _ = take(5)
+    hbm_q, hbm_new, page_ids, _ = take(4)
     sinks = refs.pop(0) if scoring.has_sinks else None
     hbm_out, cache = take(2)
     names = list(vmem_buffers(geometry, blocks))
@@ -197,7 +198,6 @@ def _name_refs(
             first_pages,
             last_pages,
             page_ids,
-            item_pages,
         ),
         layer=scalars[1],
         window=scalars[2],
@@ -225,12 +225,11 @@ def _run(mem: copies.Memory) -> None:
         pl.when(real)(lambda: _begin_item(mem, index, item))
         run_block = functools.partial(_run_block, mem, index)
         state = lax.fori_loop(0, jnp.where(real, item.num_blocks, 1), run_block, state)
-        pl.when(real)(lambda: copies.write_fresh(mem, index, item))
+        pl.when(real & item.is_last)(lambda: copies.send_held(mem, item))
         return state
 
     # The last round is there for its first step, which finishes the item before.
     lax.fori_loop(0, num_items + 1, run_item, (jnp.int32(0), jnp.int32(0), jnp.int32(0)))
-    copies.wait_for_tiles(mem)
     last = num_items - 1
     copies.output_copy(mem, mem.item(last), last & 1).wait()
 
@@ -251,7 +250,7 @@ def _begin(mem: copies.Memory) -> None:
 
 
 def _begin_item(mem: copies.Memory, index: Any, item: Item) -> None:
-    copies.start_fresh(mem, index, item)
+    copies.start_fresh(mem, item)
     copies.query_copy(mem, item, index & 1).wait()
 
     @pl.when(index + 1 < mem.work.num_items)
@@ -294,10 +293,8 @@ def _prepare_block(mem: copies.Memory, slot: Any) -> None:
 
     @pl.when((ring[slot, copies.PLAIN] == 0) | (cursor[copies.HIDING] == 1))
     def _() -> None:
-        masked = ring[slot, copies.MASKED] == 1
         cursor[copies.HIDING] = ring[slot, copies.MASKED]
-        pl.when(masked)(lambda: steps.mark_seen(mem, slot))
-        pl.when(~masked)(lambda: steps.mark_all_seen(mem))
+        steps.mark_seen(mem, slot)
 
         @pl.when((ring[slot, copies.LOW] > 0) | (ring[slot, copies.HIGH] < mem.blocks.kv_block))
         def _() -> None:
@@ -306,28 +303,39 @@ def _prepare_block(mem: copies.Memory, slot: Any) -> None:
 
 
 def _turn_over(mem: copies.Memory, index: Any) -> None:
-    """Sends the item before, if there is one, and empties the bands for this one.
+    """Finishes the item before, empties the bands for this one, and writes the new K and V of this.
 
-    What is finished before the first item is nobody's, and not sent.
+    What is finished before the first item is nobody's, and not sent; what is turned after the last
+    one isn't either.
     """
     before = jnp.maximum(index - 1, 0)
-    parity = before & 1
+    parity, bands = before & 1, num_bands(mem.geometry, mem.blocks)
+    real = index < mem.work.num_items
+    item = mem.item(jnp.minimum(index, mem.work.num_items - 1))
+    pl.when(real)(lambda: copies.wait_for_fresh(mem, item))
+    copies.wait_for_tiles(mem)
 
-    @pl.loop(0, num_bands(mem.geometry, mem.blocks))
+    @pl.loop(0, bands)
     def _(band: Any) -> None:
+        # Side by side: one is bound by stores and the cross-lane units, the other by arithmetic.
         steps.finish(mem, band, parity)
+        copies.turn_fresh(mem, item, band, bands)
+
+    pl.when(real)(lambda: copies.write_fresh(mem, item))
+    pl.when(index > 0)(lambda: _send_output(mem, before))
+
+
+def _send_output(mem: copies.Memory, index: Any) -> None:
+    """Sends a finished item, after what the item before it sent has arrived."""
+    item, parity = mem.item(index), index & 1
 
     @pl.when(index > 0)
     def _() -> None:
-        item = mem.item(before)
+        older = mem.item(index - 1)
+        copies.output_copy(mem, older, 1 - parity).wait()
+        pl.when(item.q_start < item.first)(lambda: _keep_neighbour(mem, item, older, parity))
 
-        @pl.when(index > 1)
-        def _() -> None:
-            older = mem.item(before - 1)
-            copies.output_copy(mem, older, 1 - parity).wait()
-            pl.when(item.q_start < item.first)(lambda: _keep_neighbour(mem, item, older, parity))
-
-        copies.output_copy(mem, item, parity).start()
+    copies.output_copy(mem, item, parity).start()
 
 
 def _keep_neighbour(mem: copies.Memory, item: Item, older: Item, parity: Any) -> None:

@@ -104,8 +104,8 @@ def _padded(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def smem_bytes(num_items: int, num_rows: int) -> int:
-    """Bytes of scalar memory: two words per item, five per row, two windows of page ids."""
-    return 4 * (2 * num_items + 5 * num_rows + 2 * IDS_PER_WINDOW + 256)
+    """Bytes of scalar memory: two words per item, five per row, three windows of page ids."""
+    return 4 * (2 * num_items + 5 * num_rows + 3 * IDS_PER_WINDOW + 256)
 
 
 def check_blocks(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks, chip: Chip) -> None:
@@ -206,8 +206,8 @@ def _expected_share(blocks: ChunkBlocks, chip: Chip) -> float:
 
 
 # Score elements of a step. The matrix units need some 260 cycles at a step's ends (weights in, last
-# results out): 16 tiles of 256 x 256 hide them well enough on v6e, a v7x needs 32 for 55 % of peak.
-STEP_SCORES = {"default": 1 << 20, "tpu7x": 1 << 21}
+# results out): 32 tiles of 256 x 256 hide them. Narrower units compute longer on half of that.
+STEP_SCORES = {"default": 1 << 20, "v6e": 1 << 21, "tpu7x": 1 << 21}
 # Elements that take as long as those 260 cycles: two and a half tiles.
 RAMP_SCORES = 160 << 10
 # Columns of a band beyond which nothing is gained.

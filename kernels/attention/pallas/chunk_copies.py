@@ -7,9 +7,10 @@ across items; a cursor in scalar memory stands at the next one. The ids of its p
 one block earlier, when they lie in another window of the page table.
 
 New K/V go to pages in tiles. Packed tokens and positions differ by a constant within a sequence,
-so an item's rows are turned by that constant once, merged with what the first and the last tile
-hold of others, and sent. The first tile also holds positions that later items of the sequence read
-as context: it is held back until the sequence's last item.
+so an item's rows are turned by that constant once (beside the last division of the item before),
+merged with what the first and the last tile hold of others, and sent. The first tile also holds
+positions that all items of the sequence read as context: it is held back until the last one has
+been computed.
 """
 
 from __future__ import annotations
@@ -240,7 +241,7 @@ def _item_under_cursor(mem: Memory) -> Item:
 
 def _ids_row(mem: Memory, item: Item, position: Any) -> Any:
     """The row of `page_ids` that names a position's page."""
-    windows = mem.work.page_ids.shape[0] // mem.work.kv_lens.shape[0]
+    windows = (mem.work.page_ids.shape[0] - 1) // mem.work.kv_lens.shape[0]
     return item.seq * windows + (position >> mem.page_shift >> _log2(IDS_PER_WINDOW))
 
 
@@ -285,15 +286,16 @@ def output_copy(mem: Memory, item: Item, parity: Any) -> Any:
 # --- new K/V to pages ------------------------------------------------------------------------
 
 
-def _fresh_copies(mem: Memory, index: Any, item: Item) -> tuple[Any, Any]:
-    """An item's new rows, from a tile before its first token on, and the pages they go to."""
-    rows = mem.blocks.q_tokens + mem.tile
-    tokens = pl.ds(pl.multiple_of(item.q_start, mem.tile), rows)
+def _fresh_copies(mem: Memory, item: Item) -> tuple[Any, Any]:
+    """An item's new rows, from a tile before its first token on, and the pages they go to: two
+    windows of ids, since the pages may begin in one and end in the next."""
+    tokens = pl.ds(pl.multiple_of(item.q_start, mem.tile), mem.blocks.q_tokens + mem.tile)
+    windows = pl.ds(_ids_row(mem, item, _landing(mem, item)[0]), 2)
     return (
         pltpu.make_async_copy(
             mem.hbm_new.at[:, :, tokens, :], mem.vmem["fresh"], mem.sems["fresh"]
         ),
-        pltpu.make_async_copy(mem.work.item_pages.at[index], mem.tile_ids, mem.sems["tile_ids"]),
+        pltpu.make_async_copy(mem.work.page_ids.at[windows], mem.tile_ids, mem.sems["tile_ids"]),
     )
 
 
@@ -315,26 +317,41 @@ def _edges(mem: Memory, item: Item) -> tuple[tuple[Any, Any], tuple[Any, Any]]:
     )
 
 
-def start_fresh(mem: Memory, index: Any, item: Item) -> None:
+def start_fresh(mem: Memory, item: Item) -> None:
     """Starts reading what `write_fresh` needs."""
-    for copy in _fresh_copies(mem, index, item):
+    for copy in _fresh_copies(mem, item):
         copy.start()
     for needed, copy in _edges(mem, item):
         pl.when(needed)(copy.start)
 
 
-def write_fresh(mem: Memory, index: Any, item: Item) -> None:
-    """Turns an item's new rows from token to position order and sends them to their pages."""
-    tile, geometry, vmem = mem.tile, mem.geometry, mem.vmem
-    for copy in _fresh_copies(mem, index, item):
+def _landing(mem: Memory, item: Item) -> tuple[Any, Any]:
+    """Where an item's rows go: the tile of its first position, and how far rows move up to it."""
+    base = item.position(jnp.maximum(item.q_start, item.first)) & -mem.tile
+    return base, base - item.start + item.first - (item.q_start - mem.tile)
+
+
+def wait_for_fresh(mem: Memory, item: Item) -> None:
+    for copy in _fresh_copies(mem, item):
         copy.wait()
     for needed, copy in _edges(mem, item):
         pl.when(needed)(copy.wait)
-    wait_for_tiles(mem)
 
-    first_position = item.position(jnp.maximum(item.q_start, item.first))
-    base = first_position & -tile
-    turn = base - item.start + item.first - (item.q_start - tile)
+
+def turn_fresh(mem: Memory, item: Item, share: Any, num_shares: int) -> None:
+    """Turns one share of the heads' new rows from token to position order."""
+    planes, heads = mem.geometry.num_planes, mem.geometry.num_kv_heads
+    _, by = _landing(mem, item)
+    for i in range(-(-planes * heads // num_shares)):
+        nth = jnp.minimum(share + i * num_shares, planes * heads - 1)
+        plane, head = lax.div(nth, heads), lax.rem(nth, heads)
+        mem.vmem["shifted"][plane, head] = _turn(mem.vmem["fresh"][plane, head], by, mem.tile)
+
+
+def write_fresh(mem: Memory, item: Item) -> None:
+    """Merges an item's turned rows with what their tiles hold of others, and sends them."""
+    tile, geometry, vmem = mem.tile, mem.geometry, mem.vmem
+    base, _ = _landing(mem, item)
     stop = item.position(item.end)
     last_tile = ((stop - 1) & -tile) - base
 
@@ -343,24 +360,25 @@ def write_fresh(mem: Memory, index: Any, item: Item) -> None:
         ours = (place >= item.start) & (place < stop)
         return jnp.where(ours, new, old.astype(jnp.float32)).astype(old.dtype)
 
-    @pl.loop(0, geometry.num_planes * geometry.num_kv_heads)
-    def _(i: Any) -> None:
-        plane, head = i // geometry.num_kv_heads, i % geometry.num_kv_heads
-        vmem["shifted"][plane, head] = _turn(vmem["fresh"][plane, head], turn, tile)
+    @pl.when(item.is_first | item.is_last)
+    def _() -> None:
+        @pl.loop(0, geometry.num_planes * geometry.num_kv_heads)
+        def _(i: Any) -> None:
+            plane, head = lax.div(i, geometry.num_kv_heads), lax.rem(i, geometry.num_kv_heads)
 
-        @pl.when(item.is_first)
-        def _() -> None:
-            new = vmem["shifted"][plane, head, :tile, :].astype(jnp.float32)
-            vmem["held"][plane, head] = merged(new, vmem["edges"][0, plane, head], base)
+            @pl.when(item.is_first)
+            def _() -> None:
+                new = vmem["shifted"][plane, head, :tile, :].astype(jnp.float32)
+                vmem["held"][plane, head] = merged(new, vmem["edges"][0, plane, head], base)
 
-        @pl.when(item.is_last)
-        def _() -> None:
-            edge = pl.ds(pl.multiple_of(last_tile, tile), tile)
-            new = vmem["shifted"][plane, head, edge, :].astype(jnp.float32)
-            old = vmem["edges"][1, plane, head]
-            vmem["shifted"][plane, head, edge, :] = merged(new, old, base + last_tile)
+            @pl.when(item.is_last)
+            def _() -> None:
+                edge = pl.ds(pl.multiple_of(last_tile, tile), tile)
+                new = vmem["shifted"][plane, head, edge, :].astype(jnp.float32)
+                old = vmem["edges"][1, plane, head]
+                vmem["shifted"][plane, head, edge, :] = merged(new, old, base + last_tile)
 
-    _send_tiles(mem, item, first_position, base)
+    _send_tiles(mem, item, base)
 
 
 def _turn(rows: jax.Array, by: Any, tile: int) -> jax.Array:
@@ -399,27 +417,30 @@ def _tile_copy(mem: Memory, source: Any, page: Any, position: Any) -> Any:
     return pltpu.make_async_copy(source, mem.page_rows(page, position, mem.tile), mem.sems["tiles"])
 
 
-def _send_tiles(mem: Memory, item: Item, first_position: Any, base: Any) -> None:
+def _send_tiles(mem: Memory, item: Item, base: Any) -> None:
     tile = mem.tile
     next_base = item.position(item.q_start + mem.blocks.q_tokens) & -tile
     stop = jnp.where(item.is_last, item.position(item.end) + tile - 1 & -tile, next_base)
     begin, end = item.is_first.astype(jnp.int32), (stop - base) // tile
-    first_page = first_position >> mem.page_shift
+    first_id = base >> mem.page_shift & -IDS_PER_WINDOW
 
     @pl.loop(begin, end)
     def _(i: Any) -> None:
         row = pl.multiple_of(i * tile, tile)
         position = base + row
-        page = mem.tile_ids[0, (position >> mem.page_shift) - first_page]
+        nth = (position >> mem.page_shift) - first_id
+        page = mem.tile_ids[nth >> _log2(IDS_PER_WINDOW), 0, nth & (IDS_PER_WINDOW - 1)]
         source = mem.vmem["shifted"].at[:, :, pl.ds(row, tile), :]
         _tile_copy(mem, source, page, position).start()
 
-    @pl.when(item.is_last)
-    def _() -> None:
-        page, position = mem.work.first_pages[item.seq], item.start & -tile
-        _tile_copy(mem, mem.vmem["held"], page, position).start()
+    mem.cursor[TILES_ON_THEIR_WAY] = end - begin
 
-    mem.cursor[TILES_ON_THEIR_WAY] = end - begin + item.is_last.astype(jnp.int32)
+
+def send_held(mem: Memory, item: Item) -> None:
+    """Sends a sequence's first tile, which no item reads any more."""
+    page, position = mem.work.first_pages[item.seq], item.start & -mem.tile
+    _tile_copy(mem, mem.vmem["held"], page, position).start()
+    mem.cursor[TILES_ON_THEIR_WAY] += 1
 
 
 def wait_for_tiles(mem: Memory) -> None:

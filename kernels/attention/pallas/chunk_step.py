@@ -49,10 +49,6 @@ def mark_seen(mem: Memory, slot: Any) -> None:
     mem.vmem["unseen"][...] = jnp.where(visible, 0.0, UNSEEN)
 
 
-def mark_all_seen(mem: Memory) -> None:
-    mem.vmem["unseen"][...] = jnp.zeros(mem.vmem["unseen"].shape, jnp.float32)
-
-
 def clear_rows(mem: Memory, slot: Any) -> None:
     """Zeroes the rows that hold no position to be seen: neither bias nor weight stops a NaN."""
     low, high, tile = mem.ring[slot, LOW], mem.ring[slot, HIGH], mem.tile
@@ -187,16 +183,16 @@ def step(mem: Memory, before: tuple[Any, Any], now: tuple[Any, Any], parity: Any
 def finish(mem: Memory, band: Any, parity: Any) -> None:
     """Divides one band's sums, lays them out as tokens, and empties the band for the next item."""
     vmem, blocks, width = mem.vmem, mem.blocks, mem.geometry.value_width
-    acc = vmem["acc"]
-    denominator = acc[band, width : width + SUBLANES]
-    out = _by_sublane(acc[band, :width]) * (1.0 / denominator)[None]
-    out = out.reshape(width, blocks.columns).astype(vmem["out"].dtype).T
-    heads = pl.ds(band * blocks.band_heads, blocks.band_heads)
-    vmem["out"][parity, heads, :, :] = out.reshape(blocks.band_heads, blocks.q_tokens, width)
-
+    acc, tokens = vmem["acc"], blocks.q_tokens
     # Nothing seen yet, or the sink alone, which weighs 1 against itself.
     seen_first = 0.0 if mem.sinks is None else 1.0
-    acc[band, :width] = jnp.zeros((width, blocks.columns), jnp.float32)
-    acc[band, width:] = jnp.full((SUBLANES, blocks.columns), seen_first, jnp.float32)
+    for nth in range(blocks.band_heads):
+        columns = slice(nth * tokens, (nth + 1) * tokens)
+        shares = 1.0 / acc[band, width : width + SUBLANES, columns]
+        out = _by_sublane(acc[band, :width, columns]) * shares[None]
+        out = out.reshape(width, tokens).astype(vmem["out"].dtype)
+        vmem["out"][parity, band * blocks.band_heads + nth, :, :] = out.T
+        acc[band, :width, columns] = jnp.zeros((width, tokens), jnp.float32)
+        acc[band, width:, columns] = jnp.full((SUBLANES, tokens), seen_first, jnp.float32)
     top = UNSEEN if mem.sinks is None else mem.sinks[band]
     vmem["top"][band] = jnp.broadcast_to(top, vmem["top"].shape[1:])

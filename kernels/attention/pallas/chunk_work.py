@@ -28,8 +28,8 @@ class ChunkWork(NamedTuple):
         num_items: how many items are real.
         cu_q_lens, kv_lens: as the op takes them.
         first_pages, last_pages: page of each row's first and last new position.
-        page_ids: the page table in windows of 128 ids, so that a kernel need not hold it all.
-        item_pages: pages an item's new positions go to, from the page of its first one on.
+        page_ids: the page table in windows of 128 ids, so that a kernel need not hold it all; and
+            one more window, so that the one after any window exists.
     """
 
     item_seqs: Int[Array, "M"]
@@ -40,7 +40,6 @@ class ChunkWork(NamedTuple):
     first_pages: Int[Array, "B"]
     last_pages: Int[Array, "B"]
     page_ids: Int[Array, "R 1 128"]
-    item_pages: Int[Array, "M 1 128"]
 
 
 class Item(NamedTuple):
@@ -124,13 +123,6 @@ def chunk_work(
     starts = tables.kv_lens - (ends - firsts)
     row = jnp.arange(num_rows)
     clipped = lambda p: jnp.clip(p // page, 0, table.shape[1] - 1)  # noqa: E731
-    # An item writes from the tile of its first position on, which is in that position's page.
-    q_starts = firsts[seqs] // tile * tile + item_blocks * q_tokens
-    positions = starts[seqs] + jnp.maximum(q_starts - firsts[seqs], 0)
-    # So many pages hold its new positions, which begin anywhere in the first of them.
-    ids = positions[:, None] // page + jnp.arange(-(-q_tokens // page) + 1, dtype=jnp.int32)
-    item_pages = table[seqs[:, None], jnp.clip(ids, 0, table.shape[1] - 1)]
-    item_pages = jnp.pad(item_pages, ((0, 0), (0, IDS_PER_WINDOW - ids.shape[1])))
     return ChunkWork(
         seqs,
         item_blocks,
@@ -139,8 +131,7 @@ def chunk_work(
         tables.kv_lens,
         table[row, clipped(starts)],
         table[row, clipped(tables.kv_lens - 1)],
-        table.reshape(-1, 1, IDS_PER_WINDOW),
-        item_pages[:, None, :],
+        jnp.pad(table.reshape(-1, 1, IDS_PER_WINDOW), ((0, 1), (0, 0), (0, 0))),
     )
 
 

@@ -122,7 +122,7 @@ def _lower_chunk(
     def run(q: Any, k_new: Any, v_new: Any, cache: Any, layer: Any, *tables: Any) -> Any:
         rows = step_tables(*tables, decode_queries=1)
         work = chunk_work(rows, num_tokens=q.shape[0], geometry=geometry, blocks=blocks)
-        return chunk_attention(
+        out, cache = chunk_attention(
             q,
             k_new,
             v_new,
@@ -134,6 +134,8 @@ def _lower_chunk(
             blocks=blocks,
             interpret=False,
         )
+        # As the output projection takes it; heads in between would be laid out anew for nobody.
+        return out.reshape(out.shape[0], -1), cache
 
     items = step.num_tokens // blocks.q_tokens + 2 * step.num_seqs
     return LoweredKernel(
