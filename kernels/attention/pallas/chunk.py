@@ -241,6 +241,7 @@ def _begin(mem: copies.Memory) -> None:
     mem.cursor[copies.HIDING] = 1
     copies.query_copy(mem, mem.item(0), 0).start()
     copies.put_cursor(mem, 0)
+    copies.start_ids(mem)
 
     @pl.loop(0, mem.blocks.kv_slots - 1)
     def _(_: Any) -> None:

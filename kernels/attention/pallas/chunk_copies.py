@@ -33,7 +33,7 @@ from kernels.chips import SUBLANES
 
 # Words of the cursor in scalar memory; the item under it follows them. What `start_whole` finds out
 # about the block under the cursor is left for `advance`: whether it exists, is the item's last, has
-# a tail; and the row of page ids that the block after it needs, or -1.
+# a tail; and the row of page ids that the block after it needs, or -1 (none, or nothing comes).
 NEXT_ITEM, NEXT_BLOCK, NEXT_SLOT, IDS_ROW, IDS_ON_THEIR_WAY, TILES_ON_THEIR_WAY, HIDING = range(7)
 EXISTS, IS_LAST, HAS_TAIL, ROW_AFTER = range(7, 11)
 ITEM_WORDS = 16
@@ -175,7 +175,7 @@ def advance(mem: Memory) -> None:
         cursor[NEXT_BLOCK] = jnp.where(is_last, 0, cursor[NEXT_BLOCK] + 1)
         cursor[NEXT_SLOT] = jnp.where(slot + 1 == mem.blocks.kv_slots, 0, slot + 1)
         pl.when(is_last)(lambda: put_cursor(mem, cursor[NEXT_ITEM] + 1))
-        pl.when(~is_last)(lambda: _start_ids(mem, cursor[ROW_AFTER]))
+        start_ids(mem)
 
 
 def _tail_copies(mem: Memory, slot: Any, act: Callable[[Any], None]) -> None:
@@ -222,7 +222,7 @@ def wait_for_block(mem: Memory, slot: Any) -> None:
 
 
 def put_cursor(mem: Memory, index: Any) -> None:
-    """Puts the cursor at an item's first block and starts fetching the page ids of that."""
+    """Puts the cursor at an item's first block and notes which page ids that needs."""
     mem.cursor[NEXT_ITEM] = index
 
     @pl.when(index < mem.work.num_items)
@@ -231,7 +231,8 @@ def put_cursor(mem: Memory, index: Any) -> None:
         for i, word in enumerate(item):
             mem.cursor[ITEM_WORDS + i] = word.astype(jnp.int32)
         block = mem.block(item, 0)
-        _start_ids(mem, jnp.where(block.is_new, -1, _ids_row(mem, item, block.position)))
+        row = _ids_row(mem, item, block.position)
+        mem.cursor[ROW_AFTER] = jnp.where(block.is_new, -1, row)
 
 
 def _item_under_cursor(mem: Memory) -> Item:
@@ -245,8 +246,9 @@ def _ids_row(mem: Memory, item: Item, position: Any) -> Any:
     return item.seq * windows + (position >> mem.page_shift >> _log2(IDS_PER_WINDOW))
 
 
-def _start_ids(mem: Memory, row: Any) -> None:
-    """Starts fetching a row of page ids, unless it is here, or -1."""
+def start_ids(mem: Memory) -> None:
+    """Starts fetching the page ids of the block under the cursor, unless they are here."""
+    row = mem.cursor[ROW_AFTER]
 
     @pl.when((row >= 0) & (row != mem.cursor[IDS_ROW]))
     def _() -> None:
