@@ -110,6 +110,17 @@ BAD = {
     "query heads (3)": lambda c: (c.q[:, :3], *c.arguments()[1:]),
     "cache must have 6": lambda c: (*c.arguments()[:3], c.cache[0], *c.arguments()[4:]),
     "page_table has": lambda c: (*c.arguments()[:6], c.kv_lens[:-1], *c.arguments()[7:]),
+    "q must not be empty, got shape (0,": lambda c: (c.q[:0], *c.arguments()[1:]),
+    "page_table must not be empty": lambda c: (
+        *c.arguments()[:5],
+        c.page_table[:, :0],
+        *c.arguments()[6:],
+    ),
+    "kv_lens must be an array, got list": lambda c: (
+        *c.arguments()[:6],
+        c.kv_lens.tolist(),
+        *c.arguments()[7:],
+    ),
     "differ in dtype": lambda c: (c.q.astype(np.float16), *c.arguments()[1:]),
 }
 

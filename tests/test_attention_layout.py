@@ -122,12 +122,26 @@ def test_geometry_of_a_packed_layer() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "too_small", "fits"),
-    [("float32", 4, 8), ("bfloat16", 8, 16), ("int8", 16, 32), ("float8_e4m3fn", 48, 64)],
+    [("float32", 8, 16), ("bfloat16", 48, 64), ("int8", 16, 32), ("float8_e4m3fn", 96, 128)],
 )
 def test_kernels_refuse_pages_of_part_of_a_tile(dtype: str, too_small: int, fits: int) -> None:
     layout_of((8, 128), dtype=dtype, page_size=fits).geometry(32, "bfloat16")
-    with pytest.raises(ValueError, match=rf"page_size must be a multiple of .*{dtype}"):
+    with pytest.raises(ValueError, match=rf"page_size must be a power of two .*{dtype}"):
         layout_of((8, 128), dtype=dtype, page_size=too_small).geometry(32, "bfloat16")
+
+
+def test_kernels_refuse_queries_that_no_kernel_computes_with() -> None:
+    with pytest.raises(ValueError, match=r"query heads \(5\) must be a multiple of KV heads \(2\)"):
+        layout_of((2, 128)).geometry(5, "bfloat16")
+    with pytest.raises(ValueError, match="queries must be bfloat16 or float32, got float16"):
+        layout_of((2, 128)).geometry(4, "float16")
+
+
+@pytest.mark.parametrize("name", ["num_kv_heads", "head_dim", "page_size", "num_shards"])
+def test_refuses_sizes_below_one(name: str) -> None:
+    given: dict[str, Any] = dict(num_kv_heads=2, head_dim=64, page_size=16, num_shards=1)
+    with pytest.raises(ValueError, match=f"{name} must be at least 1, got 0"):
+        kv_layout(**given | {name: 0}, dtype="float32", lanes=128)
 
 
 def test_kernels_refuse_rows_of_part_of_a_register() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.attention import ragged_paged_attention
+from kernels.attention import attention_work, ragged_paged_attention
 from kernels.attention.quantize import to_cache_dtype
 from tests.attention_cases import DTYPES, PLAIN_BACKENDS, Case, assert_correct, make_case, oracle
 from tests.attention_catalogue import MIXES, Rows, decodes, verifies
@@ -169,6 +170,10 @@ REFUSED = {
     "decode_queries must be 1..32, got 33": dict(decode_queries=33),
     "soft_cap must be positive": dict(soft_cap=0.0),
     "scale must be finite": dict(scale=float("nan")),
+    "scale must be a number known at trace time": dict(scale=jnp.float32(1)),
+    "decode_queries must be 1..32, got 2.5": dict(decode_queries=2.5),
+    "sinks must be an array, got list": dict(sinks=[0.0, 0.0, 0.0, 0.0]),
+    "work must be attention_work(...) of backend 'xla'": dict(work=3),
     "k_scale and v_scale apply to 8-bit caches, got float32": dict(
         k_scale=np.ones(2, np.float32), v_scale=np.ones(2, np.float32)
     ),
@@ -180,8 +185,21 @@ REFUSED = {
 @pytest.mark.parametrize("message", REFUSED)
 def test_refuses_options_that_do_not_fit(message: str) -> None:
     case = make_case(MIXED, **SHAPE)
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+    with pytest.raises(ValueError, match=re.escape(message)):
         ragged_paged_attention(*case.arguments(), **REFUSED[message])
+
+
+def test_refuses_the_work_of_another_step() -> None:
+    case = make_case(MIXED, **SHAPE)
+    work = attention_work(*case.tables(), num_tokens=7, page_size=16)
+    with pytest.raises(ValueError, match="work is of 7 tokens, q of 150"):
+        ragged_paged_attention(*case.arguments(), work=work)
+
+
+def test_numpy_arrays_will_do() -> None:
+    case = make_case([(5, 1), (0, 7)])
+    out, cache = ragged_paged_attention(*case.arguments())
+    assert_correct(case, np.asarray(out), np.asarray(cache))
 
 
 def test_refuses_caches_that_do_not_fit() -> None:
@@ -189,6 +207,11 @@ def test_refuses_caches_that_do_not_fit() -> None:
     for dtype, options, message in (
         (np.int8, {}, "an int8 cache needs k_scale and v_scale"),
         (np.int8, scales | dict(v_scale=np.ones(3, np.float32)), r"v_scale must be float32 \[2\]"),
+        (
+            np.int8,
+            dict(k_scale=1.0, v_scale=1.0),
+            r"k_scale must be float32 \[2\], got float32 \[\]",
+        ),
         (np.float16, {}, "a KV cache holds bfloat16, float32, int8, float8_e4m3fn, got float16"),
     ):
         case = make_case(MIXED, **SHAPE)

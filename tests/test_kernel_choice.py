@@ -53,7 +53,7 @@ def test_pallas_without_a_tpu_is_refused_by_name(model: ModelConfig) -> None:
 def test_a_chip_nobody_knows_and_pages_no_kernel_reads_are_refused(model: ModelConfig) -> None:
     with pytest.raises(InvalidConfig, match="device kind must be one of TPU v4, "):
         choice(model, "tpu", "TPU v9")
-    with pytest.raises(InvalidConfig, match="page_size must be a multiple of 16"):
+    with pytest.raises(InvalidConfig, match="page_size must be a power of two of at least 16"):
         choice(model, "tpu", "TPU v6 lite", page_size=8)
     assert choice(model, "tpu", "TPU v9", attention="xla").attention == "xla"
 

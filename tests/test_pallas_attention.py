@@ -7,6 +7,7 @@ what only the op can get wrong. Races, stray and uninitialised reads end a case.
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import jax
@@ -118,6 +119,14 @@ def test_kernels_planned_for_something_else_are_refused(message: str) -> None:
             backend="pallas",
             kernels=plan,
         )
+
+
+def test_a_plan_for_longer_verify_rows_than_a_kernel_takes_is_refused() -> None:
+    case = make_case([(0, 1)], heads=(2, 1, 128), page_size=32)
+    planned = (layout_of(case).geometry(2, "float32"), case.scoring())
+    for plan in (partial(small_plan, *planned), partial(plan_kernels, *planned, CHIPS["v6e"])):
+        with pytest.raises(ValueError, match="decode_queries must be 1 to 8, got 9"):
+            plan(decode_queries=9)
 
 
 def test_blocks_that_do_not_fit_a_chip_are_refused_with_some_that_do() -> None:

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import jax.numpy as jnp
 from jaxtyping import Array, Int
 
-from kernels.attention.geometry import Geometry
+from kernels.attention.geometry import QUERY_DTYPES, Geometry
 from kernels.chips import LANES, SUBLANES
 
 K_PLANE = 0
@@ -92,13 +92,19 @@ class KvLayout:
                 f"TPU kernels read rows of whole registers ({LANES} lanes), got {self.width} key "
                 f"and {self.value_width} value lanes: make the layout with lanes={LANES}"
             )
-        # A DMA moves whole tiles; a register holds 8 rows of 32-bit words, so a tile of narrower
-        # values has more rows.
-        tile = SUBLANES * 4 // jnp.dtype(self.dtype).itemsize
-        if self.page_size % tile:
+        if num_q_heads < 1 or num_q_heads % self.num_kv_heads:
             raise ValueError(
-                f"page_size must be a multiple of {tile} for a {self.dtype} cache on TPUs "
-                f"(rows of one packed tile), got {self.page_size}"
+                f"query heads ({num_q_heads}) must be a multiple of KV heads ({self.num_kv_heads})"
+            )
+        if q_dtype not in QUERY_DTYPES:
+            raise ValueError(f"queries must be {' or '.join(QUERY_DTYPES)}, got {q_dtype}")
+        # A DMA moves whole tiles; a register holds 8 rows of 32-bit words, so a tile of narrower
+        # values has more rows. Two registers of float32 are one of bfloat16 queries.
+        tile = max(2 * SUBLANES, SUBLANES * 4 // jnp.dtype(self.dtype).itemsize)
+        if self.page_size < tile or self.page_size & (self.page_size - 1):
+            raise ValueError(
+                f"page_size must be a power of two of at least {tile} for a {self.dtype} cache on "
+                f"TPUs (rows of one packed tile), got {self.page_size}"
             )
         return Geometry(
             num_q_heads=num_q_heads,
@@ -125,6 +131,13 @@ def kv_layout(
 
     `num_shards`: over how many devices the heads will be split; heads side by side stay together.
     """
+    _check_sizes(
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        page_size=page_size,
+        lanes=lanes,
+        num_shards=num_shards,
+    )
     if num_kv_heads % num_shards:
         raise ValueError(f"{num_kv_heads} KV heads can't be split over {num_shards} shards")
     on_one_device = num_kv_heads // num_shards
@@ -145,9 +158,16 @@ def latent_layout(
     *, latent_dim: int, rope_dim: int, page_size: int, dtype: str, lanes: int = 1
 ) -> KvLayout:
     """One shared row per position, `[latent | rope key | padding]`; values are the latent lanes."""
+    _check_sizes(latent_dim=latent_dim, rope_dim=rope_dim, page_size=page_size, lanes=lanes)
     dim = latent_dim + rope_dim
     width, value_width = _whole(dim, lanes), _whole(latent_dim, lanes)
     return KvLayout(1, dim, page_size, _known(dtype), 1, 1, width, value_width)
+
+
+def _check_sizes(**sizes: int) -> None:
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{name} must be at least 1, got {size}")
 
 
 def _whole(size: int, lanes: int) -> int:
@@ -174,6 +194,7 @@ def write_kv(
     """
     planes = [keys] if values is None else [keys, values]
     rows = jnp.stack(planes, axis=1).astype(cache.dtype)  # [T, planes, R, width]
+    cache = jnp.asarray(cache)  # outside of a jitted function it may be NumPy's
     return cache.at[layer, pages, :, :, slots].set(rows, mode="promise_in_bounds")
 
 

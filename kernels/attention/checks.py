@@ -6,23 +6,33 @@ Owns shapes and dtypes that don't fit together. Values of arrays are data and ca
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from kernels.attention.cache_layout import KvLayout
+from kernels.attention.geometry import QUERY_DTYPES
 from kernels.attention.options import TREE_BITS, LayerData
 from kernels.attention.quantize import is_quantized
 from kernels.attention.ragged import BatchTables
 
-QUERY_DTYPES = ("bfloat16", "float32")
-
 
 def check_ranks(ranks: Mapping[str, tuple[Array, int]]) -> None:
-    """Each array has the number of dimensions it should have."""
+    """Each array has the number of dimensions it should have, and is not empty."""
     for name, (array, rank) in ranks.items():
-        if jnp.ndim(array) != rank:
-            raise ValueError(f"{name} must have {rank} dimensions, got shape {jnp.shape(array)}")
+        _, shape = _kind(name, array)
+        if len(shape) != rank:
+            raise ValueError(f"{name} must have {rank} dimensions, got shape {shape}")
+        if 0 in shape:
+            raise ValueError(f"{name} must not be empty, got shape {shape}")
+
+
+def _kind(name: str, array: Any) -> tuple[jnp.dtype, tuple[int, ...]]:
+    """Dtype and shape of what should be an array."""
+    if array is None or isinstance(array, list | tuple | str):
+        raise ValueError(f"{name} must be an array, got {type(array).__name__}")
+    return jnp.result_type(array), jnp.shape(array)
 
 
 def check_queries(named: Mapping[str, Array]) -> None:
@@ -68,7 +78,7 @@ def check_cache(cache: Array, layout: KvLayout) -> None:
 
 def check_layer_data(data: LayerData, num_tokens: int, num_heads: int, decode_queries: int) -> None:
     """Window, sinks and tree have the shapes and dtypes of this batch."""
-    if not 1 <= decode_queries <= TREE_BITS:
+    if not isinstance(decode_queries, int) or not 1 <= decode_queries <= TREE_BITS:
         raise ValueError(f"decode_queries must be 1..{TREE_BITS}, got {decode_queries}")
     for name, array, shape, kind in (
         ("window", data.window, (), jnp.int32),
@@ -77,10 +87,11 @@ def check_layer_data(data: LayerData, num_tokens: int, num_heads: int, decode_qu
     ):
         if array is None:
             continue
-        if jnp.shape(array) != shape or jnp.result_type(array) != kind:
+        given = _kind(name, array)
+        if given != (kind, shape):
             raise ValueError(
                 f"{name} must be {jnp.dtype(kind).name} {list(shape)}, got "
-                f"{jnp.result_type(array)} {list(jnp.shape(array))}"
+                f"{given[0]} {list(given[1])}"
             )
     if data.tree is not None and decode_queries == 1:
         raise ValueError(
@@ -99,7 +110,8 @@ def check_scales(scales: Mapping[str, Array | None], cache_dtype: str, shape: tu
     if given and not is_quantized(jnp.dtype(cache_dtype)):
         raise ValueError(f"{names} apply to 8-bit caches, got {cache_dtype}")
     for name, scale in scales.items():
-        if scale is not None and (scale.shape != shape or scale.dtype != jnp.float32):
+        dtype, given_shape = _kind(name, scale) if scale is not None else (jnp.float32, shape)
+        if (dtype, given_shape) != (jnp.float32, shape):
             raise ValueError(
-                f"{name} must be float32 {list(shape)}, got {scale.dtype} {list(scale.shape)}"
+                f"{name} must be float32 {list(shape)}, got {dtype} {list(given_shape)}"
             )

@@ -90,8 +90,8 @@ def attend(
         _check_plan(run.kernels, layout.geometry(q.shape[1], run.q_dtype), scoring, run)
         if work is None:
             work = pallas_work(tables, num_tokens=q.shape[0], plan=run.kernels)
-        if not isinstance(work, PallasWork):
-            raise ValueError(f"work must be attention_work(...) of backend {run.backend!r}")
+        _check_work(work, PallasWork, q.shape[0], run)
+        assert isinstance(work, PallasWork)
         interpreted = run.backend == "pallas-interpret"
         return pallas_attention(
             q.astype(run.q_dtype),
@@ -117,8 +117,8 @@ def attend(
         )
     if work is None:
         work = xla_work(tables, num_tokens=q.shape[0], page_size=layout.page_size)
-    if not isinstance(work, XlaWork):
-        raise ValueError(f"work must be attention_work(...) of backend {run.backend!r}")
+    _check_work(work, XlaWork, q.shape[0], run)
+    assert isinstance(work, XlaWork)
     return xla_attention(
         q,
         k_new,
@@ -141,6 +141,14 @@ def check_backend(backend: str, kernels: KernelPlan | None) -> None:
         raise ValueError(
             f"kernels (plan_kernels) go with the pallas backends, got {given} with {backend!r}"
         )
+
+
+def _check_work(work: AttentionWork, kind: type, num_tokens: int, run: RunOn) -> None:
+    """Refuses the work of another backend or of a step of another size."""
+    if not isinstance(work, kind):
+        raise ValueError(f"work must be attention_work(...) of backend {run.backend!r}")
+    if work.places.seqs.shape != (num_tokens,):
+        raise ValueError(f"work is of {work.places.seqs.shape[0]} tokens, q of {num_tokens}")
 
 
 def _check_plan(plan: KernelPlan, geometry: Geometry, scoring: Scoring, run: RunOn) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+QUERY_DTYPES = ("bfloat16", "float32")
+
 
 @dataclass(frozen=True, slots=True)
 class Geometry:

@@ -7,6 +7,7 @@ arguments become a `Scoring`. Knows no backend.
 from __future__ import annotations
 
 import math
+from numbers import Real
 from typing import NamedTuple
 
 from jaxtyping import Array, Float, Int
@@ -36,6 +37,9 @@ class LayerData(NamedTuple):
 
 def scoring_of(data: LayerData, scale: float, soft_cap: float | None) -> Scoring:
     """The static half of a layer's options; raises `ValueError` for values that can't apply."""
+    for name, given in (("scale", scale), ("soft_cap", soft_cap)):
+        if given is not None and not isinstance(given, Real):
+            raise ValueError(f"{name} must be a number known at trace time, got {given!r}")
     if not math.isfinite(scale):
         raise ValueError(f"scale must be finite, got {scale}")
     if soft_cap is not None and not 0 < soft_cap < math.inf:

@@ -21,7 +21,7 @@ from kernels.attention.pallas.chunk import chunk_attention
 from kernels.attention.pallas.chunk_blocks import ChunkBlocks
 from kernels.attention.pallas.chunk_work import ChunkWork, chunk_work
 from kernels.attention.pallas.decode import decode_attention
-from kernels.attention.pallas.decode_blocks import MIN_SLOTS, DecodeBlocks
+from kernels.attention.pallas.decode_blocks import MIN_SLOTS, DecodeBlocks, check_geometry
 from kernels.attention.pallas.decode_work import DecodeWork, decode_work
 from kernels.attention.pallas.tables import step_tables
 from kernels.attention.ragged import BatchTables, TokenPlaces, locate_tokens
@@ -69,26 +69,24 @@ def plan_kernels(
 
     Raises `ValueError` where given blocks don't fit the chip; the error proposes some that do.
     """
-    return KernelPlan(
-        geometry,
-        scoring,
-        decode_blocks_for(geometry, scoring, chip, decode_queries=decode_queries, explicit=decode),
-        chunk_blocks_for(geometry, scoring, chip, explicit=chunk),
+    decode = decode_blocks_for(
+        geometry, scoring, chip, decode_queries=decode_queries, explicit=decode
     )
+    check_geometry(geometry, decode)
+    chunk = chunk_blocks_for(geometry, scoring, chip, explicit=chunk)
+    return KernelPlan(geometry, scoring, decode, chunk)
 
 
 def small_plan(geometry: Geometry, scoring: Scoring, *, decode_queries: int = 1) -> KernelPlan:
     """The least unrolled kernels: interpreting costs time by the instruction, not by the token."""
-    return KernelPlan(
-        geometry,
-        scoring,
-        DecodeBlocks(
-            block_tokens=max(32, geometry.page_size),
-            num_slots=MIN_SLOTS,
-            decode_queries=decode_queries,
-        ),
-        ChunkBlocks(q_tokens=128, kv_block=64, kv_slots=2, band_heads=1, step_bands=1),
+    decode = DecodeBlocks(
+        block_tokens=max(32, geometry.page_size),
+        num_slots=MIN_SLOTS,
+        decode_queries=decode_queries,
     )
+    check_geometry(geometry, decode)
+    chunk = ChunkBlocks(q_tokens=128, kv_block=64, kv_slots=2, band_heads=1, step_bands=1)
+    return KernelPlan(geometry, scoring, decode, chunk)
 
 
 def pallas_work(tables: BatchTables, *, num_tokens: int, plan: KernelPlan) -> PallasWork:

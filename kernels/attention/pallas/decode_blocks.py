@@ -220,7 +220,9 @@ def check_geometry(geometry: Geometry, blocks: DecodeBlocks) -> None:
             f"heads_per_tile {blocks.heads_per_tile} must divide {geometry.num_kv_heads} KV heads"
         )
     if not 1 <= blocks.decode_queries <= MAX_DECODE_QUERIES:
-        raise ValueError(f"decode_queries must be 1 to {MAX_DECODE_QUERIES}")
+        raise ValueError(
+            f"decode_queries must be 1 to {MAX_DECODE_QUERIES}, got {blocks.decode_queries}"
+        )
     if blocks.num_slots < MIN_SLOTS or blocks.num_slots % 2:
         raise ValueError(f"num_slots must be even and at least {MIN_SLOTS}, got {blocks.num_slots}")
 
