@@ -157,23 +157,24 @@ def _with_decodes(case: Case, out: np.ndarray, cache: np.ndarray) -> tuple[np.nd
     return out, cache
 
 
-def check(blocks: ChunkBlocks, **spec: Any) -> None:
+def check(blocks: ChunkBlocks, capfd: pytest.CaptureFixture[str], **spec: Any) -> None:
     case = make_case(stored=True, **spec)
     out, cache = attend(case, blocks)
+    assert "RACE" not in capfd.readouterr().out  # older JAX only prints races
     assert_correct(case, out, cache, padding_is_zero=False)
 
 
 @pytest.mark.parametrize("name", QUICK)
-def test_matches_oracle(name: str) -> None:
+def test_matches_oracle(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     blocks, spec = QUICK[name]
-    check(blocks, **spec)
+    check(blocks, capfd, **spec)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", LONG)
-def test_matches_oracle_long(name: str) -> None:
+def test_matches_oracle_long(name: str, capfd: pytest.CaptureFixture[str]) -> None:
     blocks, spec = LONG[name]
-    check(blocks, **spec)
+    check(blocks, capfd, **spec)
 
 
 # --- faults ----------------------------------------------------------------------------------
@@ -224,12 +225,6 @@ def no_neighbour(*_: Any) -> None:
     """Overwrites the rows that the item before wrote in a shared tile."""
 
 
-def held_sent_early(mem: Any, item: Any, base: Any) -> None:
-    """Sends the first tile with the others, while later blocks still read it as context."""
-    chunk_copies_send_tiles(mem, item, base)
-    jax.lax.cond(item.is_last, lambda: chunk_copies.send_held(mem, item), lambda: None)
-
-
 def turned_too_far(rows: Any, by: Any, tile: int) -> Any:
     return chunk_copies_turn(rows, by + 1, tile)
 
@@ -241,7 +236,6 @@ def no_tail(mem: Any, slot: Any, act: Any) -> None:
 chunk_step_mark_seen, chunk_step_values_of = chunk_step.mark_seen, chunk_step.values_of
 chunk_step_step, chunk_step_finish = chunk_step.step, chunk_step.finish
 chunk_step_score, chunk_copies_turn = chunk_step.score, chunk_copies._turn
-chunk_copies_send_tiles = chunk_copies._send_tiles
 
 FAULTS: dict[str, tuple[Any, str, Any]] = {
     "values are not masked": (chunk_step, "clear_rows", keep_clean_rows),
@@ -256,19 +250,18 @@ FAULTS: dict[str, tuple[Any, str, Any]] = {
     "neighbour's rows overwritten": (chunk, "_keep_neighbour", no_neighbour),
     "new rows turned too far": (chunk_copies, "_turn", turned_too_far),
     "tail of a page not fetched": (chunk_copies, "_tail_copies", no_tail),
-    "first tile sent while it is read": (chunk_copies, "_send_tiles", held_sent_early),
 }
-# What a fault needs that `ALL` doesn't have.
-SPECS = {"first tile sent while it is read": dict(rows=[(101, 40)], heads=(4, 1, 128))}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", FAULTS)
-def test_faults_are_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_are_noticed(
+    name: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     module, function, fault = FAULTS[name]
     monkeypatch.setattr(module, function, fault)
     with pytest.raises(Exception) as noticed:  # noqa: PT011 - a race or a wrong value
-        check(SMALL, **SPECS.get(name, ALL))
+        check(SMALL, capfd, **ALL)
     assert isinstance(noticed.value, AssertionError) or "race" in str(noticed.value).lower()
 
 
