@@ -70,9 +70,43 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+# What a reviewer tried: rows at every border of a verify row, steps of one kind, wide page tables.
+BORDERS: dict[str, dict[str, Any]] = {
+    "verify rows around the limit, a window of one": dict(
+        rows=[(0, 1), (16, 1), (15, 2), (32, 3), (30, 4), (0, 5), (47, 33)],
+        heads=(21, 3, 80),
+        window=1,
+        sinks=True,
+        decode_queries=3,
+        tree=True,
+    ),
+    "padding alone": dict(rows=[], heads=(2, 1, 128)),
+    "a page table of many lines, a window of a page and one": dict(
+        rows=[(4200, 1), (32, 1), (31, 1), (0, 33), (4090, 40), (33, 2)],
+        heads=(2, 1, 128),
+        window=33,
+        pages_per_seq=133,
+    ),
+    "tiny and huge scales": dict(heads=(2, 1, 128), kv_dtype="float8_e4m3fn", scales=(1e-6, 1e4)),
+    "rows without a new token, a small soft cap": dict(
+        rows=[(20, 1), (0, 1), (31, 33), (3, 0), (5, 1)],
+        heads=(3, 1, 96),
+        soft_cap=1e-3,
+        scale=25.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in BORDERS)]
+)
 def test_op_matches_oracle_on_the_kernels(name: str) -> None:
-    case = make_case(ROWS, page_size=32, num_tokens=88, num_rows=8, **CASES[name])
+    spec: dict[str, Any] = (
+        dict(rows=ROWS, page_size=32, num_tokens=88, num_rows=8) | (CASES | BORDERS)[name]
+    )
+    case = make_case(**spec)
+    if case.sinks is not None:
+        case.sinks[:3] = [3e38, -3e38, -np.inf]  # all the weight, none, no sink
     layout = layout_of(case)
     out, cache = run(case, layout)
     expected = assert_correct(case, out, None, slack=1.0 if case.k_scale is None else 2.0)

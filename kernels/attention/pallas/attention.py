@@ -27,6 +27,10 @@ from kernels.attention.pallas.tables import step_tables
 from kernels.attention.ragged import BatchTables, TokenPlaces, locate_tokens
 from kernels.chips import Chip
 
+# Kernels keep scores in powers of two, where the largest float32 would overflow. A sink of this
+# size takes all the weight as well, and its negative (which -inf becomes) none.
+LARGEST_SINK = 1e30
+
 
 @dataclass(frozen=True, slots=True)
 class KernelPlan:
@@ -122,6 +126,8 @@ def pallas_attention(
     Without chunks nothing is prepared for their call: reordering queries and outputs costs more
     than a short decode.
     """
+    if data.sinks is not None:
+        data = data._replace(sinks=jnp.clip(data.sinks, -LARGEST_SINK, LARGEST_SINK))
     statics: dict[str, Any] = dict(
         geometry=plan.geometry, scoring=plan.scoring, interpret=interpret
     )
