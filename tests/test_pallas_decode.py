@@ -134,10 +134,17 @@ def _window_one_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode._Kernel, "_first_seen", wrong)
 
 
-def _pages_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = decode._Kernel._wait_fetched
-    one_less = lambda self, slot, valid, num: right(self, slot, valid, jnp.maximum(num - 1, 0))  # noqa: E731
-    monkeypatch.setattr(decode._Kernel, "_wait_fetched", one_less)
+def _page_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = decode._Kernel._wait_pending
+
+    def one_less(self: Any, kind: int, step: int) -> None:
+        if kind != decode.FETCHED:
+            return right(self, kind, step)
+        index = kind * self.slots + self._ring(step)
+        self.own.pending[index] = jnp.maximum(self.own.pending[index] - 1, 0)
+        return right(self, kind, step)
+
+    monkeypatch.setattr(decode._Kernel, "_wait_pending", one_less)
 
 
 def _buffers_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,6 +177,12 @@ def _soft_cap_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_scaled", uncapped)
 
 
+def _scale_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = stages._scaled
+    unscaled = lambda shape, scores: right(shape, scores / shape.scoring.scale)  # noqa: E731
+    monkeypatch.setattr(stages, "_scaled", unscaled)
+
+
 def _sinks_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     right = stages.accumulate
     without = lambda shape, item, kv, stage, run, sinks, out: right(  # noqa: E731
@@ -181,7 +194,7 @@ def _sinks_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def _write_one_row_early(monkeypatch: pytest.MonkeyPatch) -> None:
     right = stages.write_tile
     early = lambda shape, kv, new, item, *rest: right(  # noqa: E731
-        shape, kv, new, item._replace(new=jnp.maximum(item.new - 1, 0)), *rest
+        shape, kv, new, item._replace(new=jnp.where(item.new > 0, item.new - 1, item.new)), *rest
     )
     monkeypatch.setattr(stages, "write_tile", early)
 
@@ -194,10 +207,11 @@ def _write_one_row_early(monkeypatch: pytest.MonkeyPatch) -> None:
         _unmasked_values,
         _unmasked_scores,
         _window_one_longer,
-        _pages_not_waited_for,
+        _page_not_waited_for,
         _buffers_swapped,
         _state_carried_over,
         _soft_cap_forgotten,
+        _scale_forgotten,
         _sinks_forgotten,
         _write_one_row_early,
     ],
@@ -237,23 +251,27 @@ def test_index_arithmetic_at_a_million_tokens(window: int | None, num_new: int) 
     kernel.num_decodes = jnp.int32(seq + 1)
     kernel.window = None if window is None else jnp.int32(window)
     lines = length // 16 // 128
-    seqs = np.array([length - 5, num_new, seq * 8, seq * lines] * (seq + 1), np.int32)
+    seqs = np.array([length - 5, num_new, seq * 8, seq * lines] * (seq + 2), np.int32)
     records: dict[int, Any] = {}
     kernel.scalars = SimpleNamespace(seqs=seqs)  # pyright: ignore[reportAttributeAccessIssue]
     kernel.own = SimpleNamespace(records=records)  # pyright: ignore[reportAttributeAccessIssue]
     started: list[int] = []
-    copy = lambda slot, line: SimpleNamespace(start=lambda: started.append(int(line)))  # noqa: E731
-    kernel._line_copy = copy  # pyright: ignore[reportAttributeAccessIssue]
+    kernel._start_line = lambda step, slot, line: started.append(int(line))
     base = length - 256
-    cursor = kernel._seek(0, (jnp.int32(seq), jnp.int32(base)))
-    fields = {field: int(value) for field, value in kernel._record(0).items()}
+    cursor = kernel._seek_item(0, 0, (jnp.int32(seq), jnp.int32(base)))
+    left = records[decode.LEFT]
+    assert int(left) == 251
+    for field, value in kernel._record(jnp.int32(seq), jnp.int32(base), left).items():
+        records[field] = jnp.int32(value)
     assert started == [seq * lines + base // 16 // 128]
     assert int(cursor[0]) == seq + 1
-    assert (fields[decode.HI], fields[decode.LAST], fields[decode.NUM_PAGES]) == (251, 1, 16)
-    assert fields[decode.WRITE_AT] == (251 - num_new) // 16 * 16
-    assert fields[decode.WRITES] == (1 if num_new == 1 else 1 + (243 // 16 != 250 // 16))
-    first = 0 if window is None else (length - 5 - num_new + 1 - window) // 256 * 256
-    assert int(kernel._first_position(jnp.int32(seq))) == first
+    assert (int(records[decode.HI]), int(records[decode.LAST])) == (251, 1)
+    tiles = [(int(start), bool(wanted)) for start, wanted in kernel._tiles(0)]
+    written = [start for start, wanted in tiles if wanted]
+    assert written == list(range((251 - num_new) // 16 * 16, 251, 16))
+    first = 0 if window is None else length - 5 - num_new + 1 - window
+    assert int(records[decode.BEHIND]) == base - first
+    assert int(kernel._first_position(jnp.int32(seq))) == first // 256 * 256
 
 
 @pytest.mark.parametrize("chip", CHIPS.values(), ids=list(CHIPS))

@@ -20,7 +20,16 @@ of these stages, so that every stage fills the latencies of the others:
 
 Each item has scratch arrays of its own (the loop is unrolled over them): a transfer then never
 touches what a stage of the same step reads, and the compiler may overlap them. Items past the last
-one are transfers of nothing and arithmetic on leftovers, so that a step has no branch.
+one move nothing and are arithmetic on leftovers. Transfers that an item may not need are predicated
+instructions, so that a step has no branch.
+
+Where pages are small or KV heads few, the two scalar slots of a bundle bind. Hence:
+- one wait of each kind per step, for all its items: nothing moves across a wait;
+- shifts for divisions, which would cost six instructions: the compiler can't know that no position
+  is negative; block and page sizes are powers of two;
+- an entry of length 0 behind the last sequence, so that the cursor needs no test for the end;
+- the scalars that later stages need as vectors are left in VMEM by the first (`marks`): scalar
+  registers are few, and one held for long keeps the next transfers from being prepared.
 
 Owns the call, the cursor and the transfers. The arithmetic is in `decode_stages`, the operands'
 layout in `decode_work`, the sizes in `decode_blocks`.
@@ -28,7 +37,8 @@ layout in `decode_work`, the sizes in `decode_blocks`.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +51,8 @@ from kernels.attention.geometry import Geometry, Scoring
 from kernels.attention.pallas import decode_stages as stages
 from kernels.attention.pallas.decode_blocks import (
     FILL_STEPS,
+    NUM_MARKS,
+    NUM_PENDING,
     RECORD_WORDS,
     VMEM_RESERVE,
     DecodeBlocks,
@@ -60,7 +72,7 @@ from kernels.attention.pallas.decode_work import (
     token_rows,
 )
 from kernels.attention.pallas.tables import LayerData
-from kernels.chips import LANES
+from kernels.chips import LANES, SUBLANES
 
 __all__ = [
     "DecodeBlocks",
@@ -75,9 +87,15 @@ __all__ = [
 ]
 
 # Fields of an item's record in SMEM. Positions count from the start of its block.
-VALID, SEQ, LO, HI, NEW, FIRST, LAST, FIRST_PAGE = range(8)
-NUM_PAGES, WRITE_AT, WRITES, WRITE_PAGE = range(8, 12)  # and one more page at 12
-SEEN, SEQ_SEEN, BASE, LEFT = range(13, 17)  # of the next item to be fetched into the slot
+HI, SEQ, BEHIND, LAST, NEW, WRITE_PAGE = range(6)  # and one more page at 6
+SEQ_SOUGHT, BASE, LEFT = range(7, 10)  # of the next item to be fetched into the slot
+# Rows of an item's `marks`: the same as the record's fields of that name, in every lane. A new
+# token that is the only one is nowhere but in the last item.
+MARK_HI, MARK_NEW, MARK_BEHIND = range(NUM_MARKS)
+# What a step waits for before its arrays are read or reused: pages, tiles and rows in flight.
+FETCHED, WRITTEN, STORED = range(NUM_PENDING)
+# Words of a sequence in `DecodeWork.seqs`.
+LENGTH, NUM_NEW, FIRST_ROW, FIRST_LINE = range(SEQ_WORDS)
 
 
 class _Hbm(NamedTuple):
@@ -99,18 +117,17 @@ class _Scalars(NamedTuple):
     seqs: Array
 
 
-class _Item(NamedTuple):
-    """VMEM of one item."""
-
-    kv: Array
-    rows: tuple[Array, ...]
-    out: Array
-
-
 class _Scratch(NamedTuple):
-    """Everything the kernel allocates. Semaphores have one entry per item in flight."""
+    """Everything the kernel allocates.
 
-    items: list[_Item]
+    An item has its own `kv` and `marks`; other arrays belong to all items of a step, and so do
+    semaphores: one wait then covers a step, however many items it has.
+    """
+
+    kv: list[Array]
+    marks: list[Array]
+    rows: list[tuple[Array, ...]]
+    out: list[Array]
     stages: list[stages.Stage]
     running: stages.Running
     records: Array
@@ -130,10 +147,10 @@ class _Kernel:
         self, shape: DecodeShape, scalars: _Scalars, sinks: Array | None, hbm: _Hbm, own: _Scratch
     ) -> None:
         self.shape, self.scalars, self.sinks, self.hbm, self.own = shape, scalars, sinks, hbm, own
-        self.interpreted = False
         self.slots, self.lanes = shape.blocks.num_slots, shape.blocks.items_per_step
         self.ahead = self.slots - FILL_STEPS  # steps between an item's fetch and its score
-        self.layer, self.num_decodes = scalars.layer[0], scalars.num_decodes[0]
+        self.num_decodes = scalars.num_decodes[0]
+        self.layer: Any = hbm.cache.at[scalars.layer[0]]
         self.window = None if scalars.window is None else scalars.window[0]
 
     # --- the loop ---------------------------------------------------------------------------
@@ -143,74 +160,63 @@ class _Kernel:
         self._clear()
         cursor = (jnp.int32(0), self._first_position(jnp.int32(0)))
         for step in range(self.slots - 1):
-            cursor = self._seek_step(step, cursor)
+            cursor = self._seek(step, cursor)
         for step in range(self.ahead):
-            for slot in self._slots(step):
-                self._wait_line(slot)
-                self._fetch(slot)
-            cursor = self._seek_step(step + self.slots - 1, cursor)
-        for slot in self._slots(0):
-            self._wait_fetched(slot, self._field(slot, VALID), self._field(slot, NUM_PAGES))
-            self._write(slot, self._view(slot), self._writes(slot))
+            self._wait_lines(step)
+            self._fetch(step)
+            cursor = self._seek(step + self.slots - 1, cursor)
+        self._wait_fetched(0)
+        self._write(0)
 
-        def pending(_: tuple[Array, ...]) -> Array:
-            return self._field(self._slots(-2)[0], VALID) > 0
-
-        def lap(cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+        def lap(state: tuple[Array, ...]) -> tuple[Array, ...]:
+            *cursor, _ = state
             for step in range(self.slots):
-                cursor = self._step(step, cursor)
-            return cursor
+                cursor = self._step(step, tuple(cursor))
+            return *cursor, self._field(self._slots(-2)[0], HI)
 
-        lax.while_loop(pending, lap, cursor)
+        lax.while_loop(lambda state: state[-1] > 0, lap, (*cursor, jnp.int32(1)))
         for step in range(self.slots):
-            # The last lap itself waited for the tiles of the other slots.
-            unwaited = step == 0 or step >= self.slots - FILL_STEPS
-            for slot in self._slots(step):
-                self._wait_sent(slot, written=unwaited, stored=True)
-                if step != self.ahead - 1:  # the step fetched last; the others' ids are unused
-                    self._wait_line(slot)
+            self._wait_pending(STORED, step)
+            # The last lap itself waited for the other tiles.
+            if step == 0 or step >= self.slots - FILL_STEPS:
+                self._wait_pending(WRITTEN, step)
+            if 0 < step < self.ahead:  # fetched, but never scored
+                self._wait_rows(step)
+            if step != self.ahead - 1:  # that of the last fetch; the others' ids are unused
+                self._wait_lines(step)
 
     def _step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
-        """One step of every stage; scalars are read first, waits come before any vector work."""
-        at = {n: self._slots(step + n) for n in (-2, -1, 0, 1, self.ahead)}
-        arriving = [(self._field(s, VALID), self._field(s, NUM_PAGES)) for s in at[1]]
-        softmax = [self._view(s) for s in at[-1]]
-        ending = [(self._view(s), self._field(s, LAST)) for s in at[-2]]
+        """One step of every stage. Waits come first: nothing is moved across them."""
+        self._wait_fetched(step + 1)
+        self._wait_lines(step + self.ahead)
+        self._wait_pending(WRITTEN, step + self.ahead)
+        self._wait_pending(STORED, step - 2)
 
-        for slot, (valid, num_pages) in zip(at[1], arriving, strict=True):
-            self._wait_fetched(slot, valid, num_pages)
-        for slot in at[self.ahead]:
-            self._wait_line(slot)
-            self._wait_sent(slot, written=True, stored=False)
-        for slot in at[-2]:
-            self._wait_sent(slot, written=False, stored=True)
-
-        for slot in at[self.ahead]:
-            self._fetch(slot)
-        cursor = self._seek_step(step + self.ahead + self.slots - 1, cursor)
-        for slot, item in zip(at[-1], softmax, strict=True):
-            tree, stage = self.scalars.tree, self._stage(step - 1, slot)
-            stages.softmax(self.shape, item, tree, self.window, stage)
-        for slot, (item, _) in zip(at[-2], ending, strict=True):
-            vmem, stage = self.own.items[slot], self._stage(step - 2, slot)
-            stages.accumulate(
-                self.shape, item, vmem.kv, stage, self.own.running, self.sinks, vmem.out
-            )
-        for slot in at[0]:
-            vmem, stage = self.own.items[slot], self._stage(step, slot)
-            stages.score(self.shape, vmem.rows[0], vmem.kv, stage)
-        for slot in at[1]:
-            self._write(slot, self._view(slot), self._writes(slot))
-        for slot, (item, last) in zip(at[-2], ending, strict=True):
-            self.own.pending[2 * slot] = last
-            self._store_copy(slot, item.seq, last).start()
+        self._fetch(step + self.ahead)
+        cursor = self._seek(step + self.ahead + self.slots - 1, cursor)
+        for slot in self._slots(step - 1):
+            stage = self._stage(step - 1, slot)
+            stages.softmax(self.shape, self._view(slot), self.scalars.tree, self.window, stage)
+        for lane, slot in enumerate(self._slots(step - 2)):
+            stage, out = self._stage(step - 2, slot), self.own.out[self._ring(step - 2)].at[lane]
+            item, kv, run = self._view(slot), self.own.kv[slot], self.own.running
+            stages.accumulate(self.shape, item, kv, stage, run, self.sinks, out)
+        for lane, slot in enumerate(self._slots(step)):
+            queries = self.own.rows[self._ring(step)][0].at[lane]
+            stages.score(self.shape, queries, self.own.kv[slot], self._stage(step, slot))
+        self._write(step + 1)
+        self._store(step - 2)
         return cursor
 
     # --- items ------------------------------------------------------------------------------
 
+    def _ring(self, step: int) -> int:
+        """Where a step's semaphores and arrays are."""
+        return step % self.slots
+
     def _slots(self, step: int) -> list[int]:
         """The slots of a step's items; an item keeps its slot for everything it owns."""
-        first = step % self.slots * self.lanes
+        first = self._ring(step) * self.lanes
         return list(range(first, first + self.lanes))
 
     def _stage(self, step: int, slot: int) -> stages.Stage:
@@ -220,216 +226,218 @@ class _Kernel:
         return self.own.records[slot * RECORD_WORDS + field]
 
     def _view(self, slot: int) -> stages.ItemView:
-        lo = jnp.int32(0) if self.window is None else self._field(slot, LO)
-        hi, new, seq = (self._field(slot, field) for field in (HI, NEW, SEQ))
-        return stages.ItemView(lo, hi, new, self._field(slot, FIRST) > 0, seq)
+        """An item as its last stages see it."""
+        marks = self.own.marks[slot]
+        row = lambda mark: marks[mark : mark + 1, :]  # noqa: E731
+        seq = self._field(slot, SEQ)
+        return stages.ItemView(row(MARK_HI), row(MARK_NEW), row(MARK_BEHIND), seq)
 
-    def _writes(self, slot: int) -> list[tuple[Array, Array, Array]]:
-        """The tiles an item writes: (position, 1 or 0, page)."""
-        start, count = self._field(slot, WRITE_AT), self._field(slot, WRITES)
-        page = self._field(slot, WRITE_PAGE)
+    def _mark(self, slot: int) -> stages.ItemView:
+        """An item as its first stage sees it, left in VMEM for the others."""
+        hi, last = self._field(slot, HI), self._field(slot, LAST)
         if self.shape.blocks.decode_queries == 1:
-            return [(start, count, page)]
-        second = jnp.where(count > 1, start + self.shape.write_rows, 0)
-        return [
-            (start, jnp.minimum(count, 1), page),
-            (second, lax.div(count, jnp.int32(2)), self._field(slot, WRITE_PAGE + 1)),
-        ]
+            new = jnp.where(last > 0, hi - 1, -1)
+        else:
+            new = self._field(slot, NEW)
+        row = lambda value: jnp.full((1, LANES), value, jnp.int32)  # noqa: E731
+        seq, behind = self._field(slot, SEQ), self._field(slot, BEHIND)
+        view = stages.ItemView(row(hi), row(new), row(behind), seq)
+        marks = self.own.marks[slot]
+        for mark, value in ((MARK_HI, view.hi), (MARK_NEW, view.new), (MARK_BEHIND, view.behind)):
+            marks[mark : mark + 1, :] = value
+        return view
 
-    def _seq(self, seq: Array, field: int) -> Array:
-        return self.scalars.seqs[seq * SEQ_WORDS + field]
+    def _new(self, slot: int, hi: Array) -> Array:
+        """Where the new tokens start; of one token: where it lies, if this is the last item."""
+        if self.shape.blocks.decode_queries == 1:
+            return (hi - 1) & (self.shape.blocks.block_tokens - 1)
+        return self._field(slot, NEW)
+
+    def _tiles(self, slot: int) -> list[tuple[Array, Array]]:
+        """The tiles an item may have to write: their positions, and whether it has to.
+
+        A position is inside the block even where nothing is written: the merge runs always.
+        """
+        rows, block = self.shape.write_rows, self.shape.blocks.block_tokens
+        hi = self._field(slot, HI)
+        new = self._new(slot, hi)
+        if self.shape.blocks.decode_queries == 1:
+            return [(new & -rows, self._field(slot, LAST) > 0)]
+        start = jnp.maximum(new, 0) & (block - rows)
+        second = (start + rows) & (block - rows)
+        holds_new = hi > jnp.maximum(new, 0)
+        return [(start, holds_new), (second, holds_new & (hi > start + rows))]
+
+    def _seq(self, seq: Array, word: int) -> Array:
+        return self.scalars.seqs[seq * SEQ_WORDS + word]
 
     def _first_position(self, seq: Array) -> Array:
         """Start of the first block a sequence reads."""
         if self.window is None:
             return jnp.int32(0)
-        block = jnp.int32(self.shape.blocks.block_tokens)
-        return lax.div(self._first_seen(self._seq(seq, 0), self._seq(seq, 1)), block) * block
+        return self._first_seen(seq) & -self.shape.blocks.block_tokens
 
-    def _first_seen(self, length: Array, num_new: Array) -> Array:
+    def _first_seen(self, seq: Array) -> Array:
         """The first position that a sequence's first new token sees."""
         if self.window is None:
             return jnp.int32(0)
-        start = jnp.maximum(length - num_new + 1 - self.window, 0)
+        first_new = self._seq(seq, LENGTH) - self._seq(seq, NUM_NEW)
+        start = jnp.maximum(first_new + 1 - self.window, 0)
         return jnp.where(self.window > 0, start, 0)
 
-    def _seek_step(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+    def _seek(self, step: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Notes a step's items from the cursor on, starts their page ids, moves the cursor."""
         for slot in self._slots(step):
-            cursor = self._seek(slot, cursor)
+            cursor = self._seek_item(step, slot, cursor)
         return cursor
 
-    def _seek(self, slot: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
-        """Notes the item under the cursor, starts its page ids, moves the cursor on."""
-        shape = self.shape
+    def _seek_item(self, step: int, slot: int, cursor: tuple[Array, ...]) -> tuple[Array, ...]:
+        """Behind the last sequence the cursor stays at an entry of length 0."""
         seq, base = cursor
-        seen = (seq < self.num_decodes).astype(jnp.int32)
-        current = jnp.minimum(seq, self.num_decodes - 1)
-        left = self._seq(current, 0) - base
-        last = jnp.where(left <= shape.blocks.block_tokens, seen, 0)
-        for field, value in ((SEEN, seen), (SEQ_SEEN, current), (BASE, base), (LEFT, left)):
+        block = self.shape.blocks.block_tokens
+        left = self._seq(seq, LENGTH) - base
+        for field, value in ((SEQ_SOUGHT, seq), (BASE, base), (LEFT, left)):
             self.own.records[slot * RECORD_WORDS + field] = value
-        line = lax.div(base, jnp.int32(shape.geometry.page_size * LANES))
-        self._line_copy(slot, self._seq(current, 3) + line).start()
-        following = self._first_position(jnp.minimum(current + 1, self.num_decodes - 1))
-        base = jnp.where(seen > 0, base + shape.blocks.block_tokens, base)
-        return seq + last, jnp.where(last > 0, following, base)
-
-    def _record(self, slot: int) -> dict[int, Array]:
-        """Works out what the stages need to know of the item that was sought."""
-        shape, page = self.shape, jnp.int32(self.shape.geometry.page_size)
-        block, rows = shape.blocks.block_tokens, shape.write_rows
-        valid, seq, base, left = (
-            self._field(slot, field) for field in (SEEN, SEQ_SEEN, BASE, LEFT)
+        self._start_line(step, slot, self._seq(seq, FIRST_LINE) + (base >> self.shape.line_bits))
+        ends = left <= block
+        following = jnp.minimum(seq + 1, self.num_decodes)
+        return (
+            jnp.where(ends, following, seq),
+            jnp.where(ends, self._first_position(following), base + block),
         )
-        last = jnp.where(left <= block, valid, 0)
-        hi = jnp.minimum(left, block) * valid
-        fields = {VALID: valid, SEQ: seq, HI: hi, LAST: last}
-        num_pages = lax.div(hi + (page - 1), page)
-        if self.window is None:
-            fields |= {FIRST: (base == 0).astype(jnp.int32), NUM_PAGES: num_pages}
-        else:
-            begin = self._first_seen(self._seq(seq, 0), self._seq(seq, 1))
-            lo = jnp.maximum(begin - base, 0)
-            first_page = lax.div(lo, page)
-            fields |= {
-                LO: lo,
-                FIRST: (begin >= base).astype(jnp.int32),
-                FIRST_PAGE: first_page,
-                NUM_PAGES: jnp.where(valid > 0, num_pages - first_page, 0),
-            }
-        if shape.blocks.decode_queries == 1:
-            new = jnp.where(last > 0, hi - 1, 0)
-            return fields | {NEW: new, WRITE_AT: new & ~(rows - 1), WRITES: last}
-        new = left - self._seq(seq, 1)
-        start = jnp.maximum(new, 0) & ~(rows - 1)
-        writes = hi > jnp.maximum(new, 0)
-        tiles = lax.div(hi - 1 - start, jnp.int32(rows)) + 1
-        return fields | {
-            NEW: new,
-            WRITE_AT: jnp.where(writes, start, 0),
-            WRITES: jnp.where(writes, tiles, 0),
-        }
 
-    # --- transfers: each may be of nothing (count 0) --------------------------------------------
-
-    def _line_copy(self, slot: int, line: Array):
-        """Page ids of an item. Of every item, even one past the last: a transfer of nothing still
-        has an address, which must be that of a page."""
-        return pltpu.make_async_copy(
+    def _start_line(self, step: int, slot: int, line: Array) -> None:
+        """Starts an item's page ids towards SMEM."""
+        pltpu.make_async_copy(
             self.hbm.pages.at[pl.ds(pl.multiple_of(line * LANES, LANES), LANES)],
             self.own.lines.at[pl.ds(slot * LANES, LANES)],
-            self.own.lined.at[slot],
-        )
+            self.own.lined.at[self._ring(step)],
+        ).start()
 
-    def _wait_line(self, slot: int) -> None:
-        self._line_copy(slot, jnp.int32(0)).wait()
+    def _record(self, seq: Array, base: Array, left: Array) -> dict[int, Array]:
+        """Works out what the stages need to know of the item that was sought."""
+        block = self.shape.blocks.block_tokens
+        fields = {HI: jnp.minimum(left, block), SEQ: seq, BEHIND: base - self._first_seen(seq)}
+        fields[LAST] = ((left > 0) & (left <= block)).astype(jnp.int32)
+        if self.shape.blocks.decode_queries > 1:
+            fields[NEW] = left - self._seq(seq, NUM_NEW)
+        return fields
 
-    def _row_copies(self, slot: int, source: Array, count: Array):
-        item = self.own.items[slot]
-        for row, target in zip(self.hbm.rows, item.rows, strict=True):
-            yield pltpu.make_async_copy(
-                row.at[pl.ds(source, count)],
-                target.at[pl.ds(0, count)],
-                self.own.loaded.at[slot],
+    # --- transfers ----------------------------------------------------------------------------
+
+    def _fetch(self, step: int) -> None:
+        """Starts the pages that hold visible positions, the queries and the new rows."""
+        num_pages = jnp.int32(0)
+        for lane, slot in enumerate(self._slots(step)):
+            seq, base, left = (self._field(slot, f) for f in (SEQ_SOUGHT, BASE, LEFT))
+            fields = self._record(seq, base, left)
+            for field, value in fields.items():
+                self.own.records[slot * RECORD_WORDS + field] = value
+            source = self._seq(seq, FIRST_ROW)
+            for row, target in zip(self.hbm.rows, self.own.rows[self._ring(step)], strict=True):
+                pltpu.make_async_copy(
+                    row.at[source], target.at[lane], self.own.loaded.at[self._ring(step)]
+                ).start()
+            num_pages += self._fetch_pages(step, slot, base)
+        self.own.pending[FETCHED * self.slots + self._ring(step)] = num_pages
+
+    def _fetch_pages(self, step: int, slot: int, base: Array) -> Array:
+        """Starts an item's pages, and returns how many."""
+        num_pages, hi = self.shape.pages, self._field(slot, HI)
+        first_id = slot * LANES + ((base >> self.shape.page_bits) & (LANES - 1))
+        end = (hi + (self.shape.geometry.page_size - 1)) >> self.shape.page_bits
+        first = None
+        if self.window is not None:
+            first = jnp.maximum(-self._field(slot, BEHIND), 0) >> self.shape.page_bits
+        for number in range(num_pages):
+            wanted = number < end if first is None else (number >= first) & (number < end)
+            copy = pltpu.make_async_copy(
+                self.layer.at[self.own.lines[first_id + number]],
+                self.own.kv[slot].at[number],
+                self.own.fetched.at[self._ring(step)],
             )
+            pl.when(wanted)(copy.start)
+        for tile, (start, _) in enumerate(self._tiles(slot)):
+            page = self.own.lines[first_id + (start >> self.shape.page_bits)]
+            self.own.records[slot * RECORD_WORDS + WRITE_PAGE + tile] = page
+        return end if first is None else end - first
 
-    def _fetch(self, slot: int) -> None:
-        """Starts the pages that hold visible positions, the query and the new rows."""
-        shape, page_size = self.shape, self.shape.geometry.page_size
-        fields = self._record(slot)
-        one_new = shape.blocks.decode_queries == 1
-        source = self._seq(fields[SEQ], 2)
-        for copy in self._row_copies(slot, source, fields[VALID]):
-            copy.start()
-        base = self._field(slot, BASE)
-        line = lax.div(base, jnp.int32(page_size)) & (LANES - 1)
-        ids = [self.own.lines[slot * LANES + line + number] for number in range(shape.pages)]
-        count = fields[NUM_PAGES]
-        for number, page in enumerate(ids):
-            wanted = number < count
-            if self.window is not None:
-                first = fields[FIRST_PAGE]
-                wanted = (number >= first) & (number < first + count)
-            num = wanted.astype(jnp.int32)
-            pltpu.make_async_copy(
-                self.hbm.cache.at[self.layer, pl.ds(page, num)],
-                self.own.items[slot].kv.at[pl.ds(number, num)],
-                self.own.fetched.at[slot],
-            ).start()
-        for tile in range(1 if one_new else 2):
-            here = lax.div(fields[WRITE_AT] + tile * shape.write_rows, jnp.int32(page_size))
-            here = jnp.minimum(here, shape.pages - 1)
-            fields[WRITE_PAGE + tile] = self.own.lines[slot * LANES + line + here]
-        for field, value in fields.items():
-            self.own.records[slot * RECORD_WORDS + field] = value
-
-    def _wait_fetched(self, slot: int, valid: Array, num_pages: Array) -> None:
-        for copy in self._row_copies(slot, jnp.int32(0), valid):
-            self._wait(copy, valid)
-        pages = pltpu.make_async_copy(
-            self.hbm.cache.at[self.layer, pl.ds(0, num_pages)],
-            self.own.items[slot].kv.at[pl.ds(0, num_pages)],
-            self.own.fetched.at[slot],
-        )
-        self._wait(pages, num_pages)
-
-    def _write(
-        self, slot: int, view: stages.ItemView, tiles: list[tuple[Array, Array, Array]]
-    ) -> None:
+    def _write(self, step: int) -> None:
         """Merges the new rows into their tiles and starts the tiles towards the cache."""
-        item = self.own.items[slot]
-        for start, count, _ in tiles:
-            stages.write_tile(self.shape, item.kv, item.rows[-1], view, start, count)
-        self.own.pending[2 * slot + 1] = sum(count for _, count, _ in tiles)
-        for start, count, page in tiles:
-            self._tile_copy(slot, start, count, page).start()
+        count = jnp.int32(0)
+        for lane, slot in enumerate(self._slots(step)):
+            view, kv = self._mark(slot), self.own.kv[slot]
+            new_rows = self.own.rows[self._ring(step)][-1].at[lane]
+            tiles = self._tiles(slot)
+            for start, _ in tiles:
+                stages.write_tile(self.shape, kv, new_rows, view, start)
+            for tile, (start, wanted) in enumerate(tiles):
+                page = self._field(slot, WRITE_PAGE + tile)
+                inside = stages.rows_inside(self.shape, start)
+                copy = pltpu.make_async_copy(
+                    kv.at[start >> self.shape.page_bits, :, :, inside],
+                    self.layer.at[page, :, :, inside],
+                    self.own.written.at[self._ring(step)],
+                )
+                pl.when(wanted)(copy.start)
+                count += wanted.astype(jnp.int32)
+        self.own.pending[WRITTEN * self.slots + self._ring(step)] = count
 
-    def _tile_copy(self, slot: int, start: Array, count: Array, page: Array):
-        size, rows = self.shape.geometry.page_size, self.shape.write_rows
-        here = lax.div(start, jnp.int32(size))
-        inside = pl.ds(pl.multiple_of(start & (size - 1), rows), rows)
-        return pltpu.make_async_copy(
-            self.own.items[slot].kv.at[pl.ds(here, count), :, :, inside, :],
-            self.hbm.cache.at[self.layer, pl.ds(page, count), :, :, inside, :],
-            self.own.written.at[slot],
-        )
+    def _store(self, step: int) -> None:
+        """Starts the rows of sequences that are complete towards HBM."""
+        count = jnp.int32(0)
+        for lane, slot in enumerate(self._slots(step)):
+            copy = pltpu.make_async_copy(
+                self.own.out[self._ring(step)].at[lane],
+                self.hbm.out.at[self._field(slot, SEQ)],
+                self.own.stored.at[self._ring(step)],
+            )
+            last = self._field(slot, LAST)
+            pl.when(last > 0)(copy.start)
+            count += last
+        self.own.pending[STORED * self.slots + self._ring(step)] = count
 
-    def _store_copy(self, slot: int, seq: Array, count: Array):
-        return pltpu.make_async_copy(
-            self.own.items[slot].out.at[pl.ds(0, count)],
-            self.hbm.out.at[pl.ds(seq, count)],
-            self.own.stored.at[slot],
-        )
+    # --- waits: of each only the number of bytes counts, which a copy of that size states ------
 
-    def _wait_sent(self, slot: int, *, written: bool, stored: bool) -> None:
-        """Waits until what a slot last sent has left it."""
-        zero = jnp.int32(0)
-        if stored:
-            count = self.own.pending[2 * slot]
-            self._wait(self._store_copy(slot, zero, count), count)
-        if written:
-            count = self.own.pending[2 * slot + 1]
-            self._wait(self._tile_copy(slot, zero, count, zero), count)
+    def _wait_lines(self, step: int) -> None:
+        first = self._slots(step)[0] * LANES
+        lines = self.own.lines.at[pl.ds(first, self.lanes * LANES)]
+        pltpu.make_async_copy(lines, lines, self.own.lined.at[self._ring(step)]).wait()
 
-    def _wait(self, copy, count: Array) -> None:
-        """Waits for a transfer of `count` parts. The interpreter can't wait for nothing."""
-        if self.interpreted:
-            pl.when(count > 0)(copy.wait)
-        else:
-            copy.wait()
+    def _wait_rows(self, step: int) -> None:
+        for rows in self.own.rows[self._ring(step)]:
+            pltpu.make_async_copy(rows, rows, self.own.loaded.at[self._ring(step)]).wait()
+
+    def _wait_fetched(self, step: int) -> None:
+        self._wait_rows(step)
+        self._wait_pending(FETCHED, step)
+
+    def _wait_pending(self, kind: int, step: int) -> None:
+        """Waits for a step's pages to arrive, or for its tiles or rows to have left."""
+        count = self.own.pending[kind * self.slots + self._ring(step)]
+        some = pl.ds(0, count)
+        part, semaphores = {
+            FETCHED: (self.layer.at[some], self.own.fetched),
+            WRITTEN: (
+                self.layer.at[some, :, :, stages.rows_inside(self.shape, jnp.int32(0))],
+                self.own.written,
+            ),
+            STORED: (self.hbm.out.at[some], self.own.stored),
+        }[kind]
+        copy = pltpu.make_async_copy(part, part, semaphores.at[self._ring(step)])
+        pl.when(count > 0)(copy.wait)
 
     def _clear(self) -> None:
-        """Nothing is pending; the steps before the first one count as work, so the loop starts."""
-        for index in range(2 * self.shape.num_rings):
+        """No item came before the first: none has anything to wait for."""
+        for index in range(NUM_PENDING * self.slots):
             self.own.pending[index] = 0
-        for step in range(-FILL_STEPS, 0):
+        for step in (-2, -1):
             for slot in self._slots(step):
-                for field in range(RECORD_WORDS):
+                for field in (HI, SEQ, BEHIND, LAST, NEW):
                     self.own.records[slot * RECORD_WORDS + field] = 0
-                self.own.records[slot * RECORD_WORDS + VALID] = 1
 
 
-def _kernel(shape: DecodeShape, interpreted: bool, *refs) -> None:
+def _kernel(shape: DecodeShape, *refs) -> None:
     """Sorts the references and runs the pipeline, if there is anything to do."""
     given = iter(refs)
     take = lambda wanted: next(given) if wanted else None  # noqa: E731
@@ -444,26 +452,32 @@ def _kernel(shape: DecodeShape, interpreted: bool, *refs) -> None:
     out, cache = next(given), next(given)
     per_step = shape.blocks.items_per_step
     own = _Scratch(
-        [_Item(next(given), several(), next(given)) for _ in range(shape.num_rings)],
+        [next(given) for _ in range(shape.num_rings)],
+        [next(given) for _ in range(shape.num_rings)],
+        [several() for _ in range(shape.blocks.num_slots)],
+        [next(given) for _ in range(shape.blocks.num_slots)],
         [stages.Stage(*(next(given) for _ in range(4))) for _ in range(2 * per_step)],
         stages.Running(*(next(given) for _ in range(3))),
         *given,
     )
     kernel = _Kernel(shape, scalars, sinks, _Hbm(rows, pages, out, cache), own)
-    kernel.interpreted = interpreted
     pl.when(kernel.num_decodes > 0)(kernel.run)
 
 
 def _scratch_shapes(shape: DecodeShape) -> list:
-    geometry, rows, rings = shape.geometry, shape.num_rows, shape.num_rings
-    width, tokens = geometry.key_width, shape.blocks.block_tokens
+    geometry, rows, slots = shape.geometry, shape.num_rows, shape.blocks.num_slots
+    lanes, tokens = shape.blocks.items_per_step, shape.blocks.block_tokens
     kv_dtype, f32 = jnp.dtype(geometry.kv_dtype), jnp.float32
-    planes, heads = geometry.num_planes, geometry.num_kv_heads
-    item = [
-        pltpu.VMEM((shape.pages, planes, heads, geometry.page_size, width), kv_dtype),
-        *(pltpu.VMEM((1, count, width), jnp.dtype(name)) for count, name in shape.token_rows),
-        pltpu.VMEM((1, rows, geometry.value_width), jnp.dtype(shape.out_dtype)),
+    planes, heads, width = geometry.num_planes, geometry.num_kv_heads, geometry.key_width
+    kv = pltpu.VMEM((shape.pages, planes, heads, *shape.page_shape), kv_dtype)
+    token_rows = [
+        pltpu.VMEM((lanes, *shape.grouped(count, width, name)), jnp.dtype(name))
+        for count, name in shape.token_rows
     ]
+    out = pltpu.VMEM(
+        (lanes, *shape.grouped(rows, geometry.value_width, shape.out_dtype)),
+        jnp.dtype(shape.out_dtype),
+    )
     stage = [
         pltpu.VMEM((rows, tokens), f32),
         pltpu.VMEM((rows, tokens), jnp.dtype(shape.compute_dtype)),
@@ -472,17 +486,16 @@ def _scratch_shapes(shape: DecodeShape) -> list:
     ]
     column = pltpu.VMEM((rows, LANES), f32)
     return [
-        *item * rings,
-        *stage * (2 * shape.blocks.items_per_step),
+        *[kv] * shape.num_rings,
+        *[pltpu.VMEM((SUBLANES, LANES), jnp.int32)] * shape.num_rings,
+        *token_rows * slots,
+        *[out] * slots,
+        *stage * (2 * lanes),
         *(column, column, pltpu.VMEM((rows, geometry.value_width), f32)),
-        pltpu.SMEM((rings * RECORD_WORDS,), jnp.int32),
-        pltpu.SMEM((rings * LANES,), jnp.int32),
-        pltpu.SMEM((2 * rings,), jnp.int32),
-        pltpu.SemaphoreType.DMA((rings,)),
-        pltpu.SemaphoreType.DMA((rings,)),
-        pltpu.SemaphoreType.DMA((rings,)),
-        pltpu.SemaphoreType.DMA((rings,)),
-        pltpu.SemaphoreType.DMA((rings,)),
+        pltpu.SMEM((shape.num_rings * RECORD_WORDS,), jnp.int32),
+        pltpu.SMEM((shape.num_rings * LANES,), jnp.int32),
+        pltpu.SMEM((NUM_PENDING * slots,), jnp.int32),
+        *[pltpu.SemaphoreType.DMA((slots,))] * 5,
     ]
 
 
@@ -542,12 +555,16 @@ def decode_attention(
         prefetched.append(scalar(layer.window))
     if scoring.has_tree:
         assert layer.tree is not None
-        prefetched.append(layer.tree[work.tokens].reshape(-1))
+        prefetched.append(jnp.pad(layer.tree[work.tokens], ((0, 1), (0, 0))).reshape(-1))
     prefetched.append(work.seqs)
-    small = (*token_rows(q, k_new, v_new, work, shape), work.pages.reshape(-1))
+    rows = token_rows(q, k_new, v_new, work, shape)
+    sizes = [shape.grouped(count, geometry.key_width, name) for count, name in shape.token_rows]
+    grouped = [x.reshape(-1, *size) for x, size in zip(rows, sizes, strict=True)]
+    small = (*grouped, work.pages.reshape(-1))
     # Else XLA may keep a small operand in VMEM, and each of its transfers becomes vector copies.
     operands = [pltpu.with_memory_space_constraint(x, pltpu.HBM) for x in small]
-    operands.append(cache)
+    pages = cache.reshape(*cache.shape[:4], *shape.page_shape)
+    operands.append(pages)
     anywhere = pl.BlockSpec(memory_space=pltpu.HBM)
     in_specs = [anywhere] * len(operands)
     aliased = len(prefetched) + len(operands) - 1
@@ -555,9 +572,12 @@ def decode_attention(
         assert layer.sinks is not None
         operands.append(_sink_rows(layer.sinks, shape))
         in_specs.append(pl.BlockSpec(memory_space=pltpu.VMEM))
-    out = pltpu.HBM((num_seqs, shape.num_rows, geometry.value_width), jnp.dtype(shape.out_dtype))
-    rows, cache = pl.pallas_call(
-        lambda *refs: _kernel(shape, bool(interpret), *refs),
+    out_shape = (num_seqs, shape.num_rows, geometry.value_width)
+    out = pltpu.HBM(
+        (num_seqs, *shape.grouped(*out_shape[1:], shape.out_dtype)), jnp.dtype(shape.out_dtype)
+    )
+    rows, written = pl.pallas_call(
+        partial(_kernel, shape),
         name="paged_decode_attention",
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetched),
@@ -566,7 +586,7 @@ def decode_attention(
             out_specs=[anywhere, anywhere],
             scratch_shapes=_scratch_shapes(shape),
         ),
-        out_shape=[out, jax.ShapeDtypeStruct(cache.shape, cache.dtype)],
+        out_shape=[out, jax.ShapeDtypeStruct(pages.shape, cache.dtype)],
         input_output_aliases={aliased: 1},
         cost_estimate=_cost(shape, num_seqs, cache.shape[1], work.pages.size),
         compiler_params=pltpu.CompilerParams(
@@ -575,4 +595,4 @@ def decode_attention(
         ),
         interpret=interpret,
     )(*prefetched, *operands)
-    return output_rows(rows, shape).astype(q.dtype), cache
+    return output_rows(rows.reshape(out_shape), shape).astype(q.dtype), written.reshape(cache.shape)

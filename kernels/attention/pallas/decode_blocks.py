@@ -18,7 +18,9 @@ MAX_DECODE_QUERIES = 8  # a verify step's rows touch at most two write tiles of 
 FILL_STEPS = 3  # a slot is being written, scored and accumulated in three consecutive steps
 MIN_SLOTS = 6  # those three, and at least two being fetched; even, for stages alternate buffers
 MAX_SLOTS = 8  # the loop is unrolled over them: more is more code
-RECORD_WORDS = 17  # scalars kept per item
+RECORD_WORDS = 10  # scalars kept per item
+NUM_PENDING = 3  # scalars kept per step
+NUM_MARKS = 3  # scalars kept per item in vector memory, one register row each
 # What the compiler itself may add to the kernel's scratch: spills and semaphores.
 VMEM_RESERVE = 1 << 20
 
@@ -59,6 +61,38 @@ class DecodeShape:
     def num_rings(self) -> int:
         """Items in VMEM at once: one scratch array each."""
         return self.blocks.num_slots * self.blocks.items_per_step
+
+    def grouped(self, rows: int, width: int, dtype: str) -> tuple[int, ...]:
+        """The shape of rows that are transferred: `[rows, width]`, or rows in groups of 8.
+
+        16-bit values have tiles of 8 rows in HBM, and may have tiles of 16 in VMEM; with several
+        tiles side by side their order would differ, and each transfer would be a slow strided one.
+        Rows in groups of 8 lie the same way in both. In HBM nothing moves: narrower values would.
+        """
+        if ITEMSIZE[dtype] != 2 or width == LANES or rows % SUBLANES:
+            return (rows, width)
+        return (rows // SUBLANES, SUBLANES, width)
+
+    @property
+    def page_shape(self) -> tuple[int, ...]:
+        """One plane of a page, as the kernel takes the cache."""
+        geometry = self.geometry
+        return self.grouped(geometry.page_size, geometry.key_width, geometry.kv_dtype)
+
+    @property
+    def group_bits(self) -> int:
+        """A shift by this turns a position into an index of `page_shape`."""
+        return 0 if len(self.page_shape) == 2 else SUBLANES.bit_length() - 1
+
+    @property
+    def page_bits(self) -> int:
+        """Page sizes are powers of two: a shift by this divides a position by one."""
+        return self.geometry.page_size.bit_length() - 1
+
+    @property
+    def line_bits(self) -> int:
+        """As `page_bits`, of the positions whose page ids are one line (128 of them)."""
+        return self.page_bits + LANES.bit_length() - 1
 
     @property
     def rows_per_head(self) -> int:
@@ -144,6 +178,7 @@ def vmem_bytes(geometry: Geometry, scoring: Scoring, blocks: DecodeBlocks) -> in
     for rows, dtype in shape.token_rows:
         item += _padded(rows, geometry.key_width, ITEMSIZE[dtype])
     item += _padded(shape.num_rows, geometry.value_width, ITEMSIZE[shape.out_dtype])
+    item += SUBLANES * LANES * WORD_BYTES  # marks
     stage = _padded(shape.num_rows, blocks.block_tokens, WORD_BYTES)
     stage += _padded(shape.num_rows, blocks.block_tokens, ITEMSIZE[shape.compute_dtype])
     stage += 2 * _padded(shape.num_rows, LANES, WORD_BYTES)
@@ -158,7 +193,7 @@ def smem_bytes(geometry: Geometry, scoring: Scoring, blocks: DecodeBlocks, *, nu
     shape = DecodeShape(geometry, scoring, blocks)
     per_seq = 4 + (blocks.decode_queries if scoring.has_tree else 0)
     ring = shape.num_rings * (RECORD_WORDS + LANES)
-    return WORD_BYTES * (8 + per_seq * num_rows + ring + 2 * shape.num_rings)
+    return WORD_BYTES * (8 + per_seq * (num_rows + 1) + ring + NUM_PENDING * blocks.num_slots)
 
 
 def heads_per_tile(geometry: Geometry, chip: Chip, decode_queries: int) -> int:

@@ -26,13 +26,14 @@ class DecodeWork(NamedTuple):
     Attributes:
         num_decodes: how many there are; entries past it mean nothing.
         seqs: per row its KV length, number of new tokens, its row in the operands that
-            `token_rows` makes, and first row of `pages`.
+            `token_rows` makes, and first row of `pages`; zeros behind the last decode, of which
+            there is at least one row.
         pages: the page table in rows of 128 ids, so that a row is one aligned transfer.
         tokens: token number of each new token, clipped into the step.
     """
 
     num_decodes: Int[Array, ""]
-    seqs: Int[Array, "B4"]
+    seqs: Int[Array, "W"]
     pages: Int[Array, "X 1 128"]
     tokens: Int[Array, "B Q"]
 
@@ -44,13 +45,15 @@ def decode_work(tables: StepTables, *, num_tokens: int, decode_queries: int) -> 
     padded = jnp.pad(tables.page_table, ((0, 0), (0, lines * LANES - width)))
     seqs = tables.decode_seqs
     first = tables.cu_q_lens[seqs]
-    by_token = _rows_are_tokens(num_tokens, num_rows, decode_queries)
-    rows = first if by_token else jnp.arange(num_rows, dtype=jnp.int32)
+    nth = jnp.arange(num_rows, dtype=jnp.int32)
+    rows = first if _rows_are_tokens(num_tokens, num_rows, decode_queries) else nth
     fields = (tables.kv_lens[seqs], tables.cu_q_lens[seqs + 1] - first, rows, seqs * lines)
+    words = jnp.stack(fields, axis=1).astype(jnp.int32)
+    words = jnp.where((nth < tables.num_decodes)[:, None], words, 0)
     tokens = first[:, None] + jnp.arange(decode_queries, dtype=jnp.int32)[None, :]
     return DecodeWork(
         tables.num_decodes,
-        jnp.stack(fields, axis=1).reshape(-1).astype(jnp.int32),
+        jnp.pad(words, ((0, 1), (0, 0))).reshape(-1),
         padded.reshape(num_rows * lines, 1, LANES),
         jnp.minimum(tokens, num_tokens - 1),
     )
