@@ -83,7 +83,7 @@ test-tpu: venv-tpu ## kernels and step programs through the real TPU compiler, w
 
 .PHONY: test-kernels
 test-kernels: venv ## the full matrix of kernel cases in interpret mode (hours on two cores)
-	$(PYTEST) -m long --timeout 1800 tests/test_pallas_*.py $(ARGS)
+	$(PYTEST) -m long --timeout 1800 tests/test_pallas_*.py tests/test_attention_splits.py $(ARGS)
 
 .PHONY: test-long
 test-long: venv ## everything that takes minutes each
