@@ -63,8 +63,8 @@ def scatter_pages(
 def _check(cache: Array, pages: Array, backend: str) -> None:
     if cache.ndim < 4:
         raise ValueError(f"cache must be [L, P, ...] with a page's own axes, got {cache.shape}")
-    if pages.ndim != 1 or pages.dtype != jnp.int32:
-        raise ValueError(f"pages must be int32 [n], got {pages.dtype} {pages.shape}")
+    if pages.ndim != 1 or pages.dtype != jnp.int32 or not pages.size:
+        raise ValueError(f"pages must be int32 [n] and not empty, got {pages.dtype} {pages.shape}")
     if backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")
 

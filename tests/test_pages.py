@@ -45,8 +45,10 @@ def test_gathered_and_scattered_pages_are_exact(name: str, dtype: str, backend: 
 
 def test_what_does_not_fit_is_refused_by_name() -> None:
     cache, pages = jnp.zeros((2, 4, 2, 1, 16, 128)), jnp.zeros(3, jnp.int32)
-    with pytest.raises(ValueError, match=re.escape("pages must be int32 [n], got float32 (3,)")):
+    with pytest.raises(ValueError, match=re.escape("[n] and not empty, got float32 (3,)")):
         gather_pages(cache, pages.astype(jnp.float32))
+    with pytest.raises(ValueError, match=re.escape("[n] and not empty, got int32 (0,)")):
+        gather_pages(cache, pages[:0])
     with pytest.raises(ValueError, match=re.escape("cache must be [L, P, ...]")):
         gather_pages(cache[0, 0, 0], pages)
     with pytest.raises(ValueError, match=r"block must be float32 .*got bfloat16"):

@@ -85,8 +85,10 @@ def test_the_walk_over_bits_reaches_every_number() -> None:
 
 def test_wrong_arrays_are_refused_by_name() -> None:
     logits, top_k, top_p = jnp.zeros((2, 8)), jnp.zeros(2, jnp.int32), jnp.ones(2)
-    with pytest.raises(ValueError, match=re.escape("logits must be float32 [R, V], got float16")):
+    with pytest.raises(ValueError, match=re.escape("[R, V] and not empty, got float16")):
         sampling_cutoffs(logits.astype(jnp.float16), top_k, top_p)
+    with pytest.raises(ValueError, match=re.escape("[R, V] and not empty, got float32 (2, 0)")):
+        sampling_cutoffs(logits[:, :0], top_k, top_p)
     with pytest.raises(ValueError, match=re.escape("top_k must be one number per row (2,)")):
         sampling_cutoffs(logits, top_k[:1], top_p)
     with pytest.raises(ValueError, match="backend must be one of reference, xla"):

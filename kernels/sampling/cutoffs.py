@@ -37,8 +37,10 @@ def sampling_cutoffs(
         ValueError: logits that are not float32 `[R, V]`, options that are not `[R]`, or an unknown
             backend, each named.
     """
-    if logits.ndim != 2 or logits.dtype != jnp.float32:
-        raise ValueError(f"logits must be float32 [R, V], got {logits.dtype} {logits.shape}")
+    if logits.ndim != 2 or logits.dtype != jnp.float32 or not logits.size:
+        raise ValueError(
+            f"logits must be float32 [R, V] and not empty, got {logits.dtype} {logits.shape}"
+        )
     rows = logits.shape[:1]
     for name, option in (("top_k", top_k), ("top_p", top_p)):
         if option.shape != rows:
