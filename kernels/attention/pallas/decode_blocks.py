@@ -209,16 +209,18 @@ def candidate_blocks(
 ) -> list[DecodeBlocks]:
     """Every choice worth compiling that fits the chip, the most promising first."""
     together = heads_per_tile(geometry, chip, decode_queries)
-    # Enough heads in flight per step to hide latency: eight planes of 128 lanes.
-    lanes = geometry.num_kv_heads * geometry.key_width
-    items = max(1, min(4, 8 * LANES // lanes))
+    # Enough heads in flight per step to hide latency: eight planes of 128 lanes, and twice as many
+    # where a matrix unit twice as wide is done with them in half the time.
+    lanes = 8 * chip.mxu_side
+    wanted = -(-lanes // (geometry.num_kv_heads * geometry.key_width))
+    items = min(4, 1 << (wanted - 1).bit_length())
     page = geometry.page_size
-    tokens = max(page, 512 if geometry.latent else 256)
+    tokens = max(page, 256)
     found: list[DecodeBlocks] = []
     for per_step in dict.fromkeys((items, max(1, items // 2), items * 2)):
         for size in dict.fromkeys((tokens, max(page, tokens // 2), 2 * tokens)):
-            # Many items per step are much code, and as many bytes with fewer slots.
-            most = MIN_SLOTS if per_step >= 4 else MAX_SLOTS
+            # Several items per step are much code, and as many bytes with fewer slots.
+            most = MAX_SLOTS if per_step == 1 else MIN_SLOTS
             for slots in range(most, MIN_SLOTS - 1, -2):
                 found.append(DecodeBlocks(size, slots, per_step, together, decode_queries))
     return [b for b in found if vmem_bytes(geometry, scoring, b) + VMEM_RESERVE <= chip.vmem_bytes]
