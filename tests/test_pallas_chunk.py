@@ -23,7 +23,7 @@ from kernels.attention.pallas.chunk_blocks import (
     ChunkBlocks,
     candidate_blocks,
     check_blocks,
-    vmem_bytes,
+    vmem_limit,
 )
 from kernels.attention.pallas.chunk_work import ChunkWork, block_at, chunk_work, item_at
 from kernels.attention.pallas.tables import LayerData, step_tables
@@ -353,7 +353,7 @@ def test_default_blocks_fit(chip: Chip, heads: tuple[int, int, int]) -> None:
     geometry, scoring = Geometry(n, k, h, h, 16), Scoring(h**-0.5)
     for blocks in candidate_blocks(geometry, scoring, chip):
         check_blocks(geometry, scoring, blocks, chip)
-        assert vmem_bytes(geometry, scoring, blocks) <= chip.vmem_bytes * 7 // 8
+        assert vmem_limit(geometry, scoring, blocks) <= chip.vmem_bytes
 
 
 def test_blocks_that_do_not_fit_are_refused_with_some_that_do() -> None:

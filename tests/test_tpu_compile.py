@@ -6,13 +6,16 @@ is executed.
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
+from kernels.attention.geometry import Geometry
 from tests import tiny_model
 
 pytestmark = pytest.mark.tpu
@@ -91,6 +94,25 @@ assert found == (kernels if attention == "pallas" else set()), found
 """
 
 
+# (chip, geometry) whose kernels once spilled more than the compiler was given.
+SPILLING = [
+    ("tpu7x", Geometry(4, 1, 256, 256, 128)),
+    ("v5p", Geometry(128, 1, 640, 512, 64, latent=True)),
+]
+
+_COMPILE_CHUNK = """
+import json, sys
+from kernels.attention.geometry import Geometry
+from kernels.attention.pallas.facts import HeadDims
+from kernels.attention.pallas.lowering import Step, lower_kernel
+from kernels.chips import CHIPS
+
+geometry = Geometry(**json.loads(sys.argv[2]))
+step = Step(64, 16, HeadDims(geometry.key_width, geometry.value_width))
+lower_kernel("chunk_attention", geometry, step, CHIPS[sys.argv[1]]).program.compile()
+"""
+
+
 @pytest.mark.parametrize("program", PROGRAMS, ids=str)
 def test_step_program_compiles_for_tpu(
     repo_root: Path, tmp_path: Path, program: tuple[str, int, str, str, str, tuple[int, int, int]]
@@ -98,6 +120,19 @@ def test_step_program_compiles_for_tpu(
     chip, num_devices, attention, quantize, kv_dtype, (n, k, h) = program
     spec = tiny_model.TinySpec(num_heads=n, num_kv_heads=k, head_dim=h)
     tiny_model.write_hf(tmp_path, spec)
+    options = (chip, str(num_devices), attention, quantize, kv_dtype, tmp_path)
+    _run(repo_root, _COMPILE, *options)
+
+
+@pytest.mark.parametrize(("chip", "geometry"), SPILLING, ids=[chip for chip, _ in SPILLING])
+def test_chunk_kernel_has_room_for_its_spills(
+    repo_root: Path, chip: str, geometry: Geometry
+) -> None:
+    _run(repo_root, _COMPILE_CHUNK, chip, json.dumps(asdict(geometry)))
+
+
+def _run(repo_root: Path, program: str, *options: str | Path) -> None:
+    """Runs a program that sees the TPU compiler and no accelerator."""
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -105,7 +140,6 @@ def test_step_program_compiles_for_tpu(
         "TPU_ACCELERATOR_TYPE": "v6e-8",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # it only compiles: others may do so as well
     }
-    options = (chip, str(num_devices), attention, quantize, kv_dtype, tmp_path)
     subprocess.run(
-        [sys.executable, "-c", _COMPILE, *options], check=True, cwd=repo_root, env=environment
+        [sys.executable, "-c", program, *options], check=True, cwd=repo_root, env=environment
     )

@@ -146,14 +146,14 @@ SPILL_BYTES = 3 << 20
 
 
 def usable_vmem(chip: Chip) -> int:
-    """What the buffers may take: the compiler keeps an eighth for spills and its own scratch."""
-    return min(chip.vmem_bytes * 7 // 8, chip.vmem_bytes - SPILL_BYTES)
+    """What the buffers may take: the compiler keeps a sixth for spills and its own scratch."""
+    return min(chip.vmem_bytes * 5 // 6, chip.vmem_bytes - SPILL_BYTES)
 
 
 def vmem_limit(geometry: Geometry, scoring: Scoring, blocks: ChunkBlocks) -> int:
     """What the compiler is told it may take; within the chip if `usable_vmem` holds."""
     needed = vmem_bytes(geometry, scoring, blocks)
-    return needed + max(needed // 7, SPILL_BYTES)
+    return needed + max(needed // 5, SPILL_BYTES)  # latent rows of 128 heads spill most
 
 
 def default_blocks(geometry: Geometry, scoring: Scoring, chip: Chip) -> ChunkBlocks:
