@@ -282,6 +282,17 @@ def test_default_blocks_fit_every_chip(chip: Chip) -> None:
         decode.check_blocks(geometry, Scoring(1.0), blocks, chip)
 
 
+def test_float8_is_widened_for_chips_that_multiply_no_8_bits() -> None:
+    geometry = Geometry(32, 8, 128, 128, 32, kv_dtype="float8_e4m3fn")
+    widened = {
+        name: decode.default_blocks(geometry, Scoring(1.0), chip).widen_float8
+        for name, chip in CHIPS.items()
+    }
+    assert widened == {"v4": True, "v5e": False, "v5p": False, "v6e": False, "tpu7x": False}
+    with pytest.raises(ValueError, match="v4 multiplies no float8: its blocks need widen_float8"):
+        decode.check_blocks(geometry, Scoring(1.0), DecodeBlocks(256, 8), CHIPS["v4"])
+
+
 def test_blocks_that_do_not_fit_are_refused_with_a_choice_that_fits() -> None:
     geometry, chip = Geometry(32, 8, 128, 128, 128), CHIPS["v4"]
     with pytest.raises(ValueError, match=r"more than v4 has; a choice that fits: DecodeBlocks\("):

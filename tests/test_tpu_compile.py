@@ -23,6 +23,7 @@ pytestmark = pytest.mark.tpu
 # (chip, devices, attention, weights, KV cache, heads)
 PROGRAMS = [
     ("v4", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
+    ("v4", 1, "pallas", "none", "float8_e4m3fn", (8, 2, 128)),
     ("v5e", 1, "pallas", "int8", "bfloat16", (8, 2, 128)),
     ("v5p", 1, "pallas", "none", "bfloat16", (8, 2, 128)),
     ("v6e", 1, "pallas", "none", "bfloat16", (8, 2, 128)),

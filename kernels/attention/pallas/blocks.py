@@ -59,19 +59,19 @@ def chunk_blocks_for(
     return chunk_blocks.default_blocks(geometry, scoring, chip)
 
 
-def tuned_blocks(kernel: str, geometry: Geometry, chip: str) -> Mapping[str, int] | None:
+def tuned_blocks(kernel: str, geometry: Geometry, chip: str) -> Mapping[str, Any] | None:
     """The table's blocks for exactly this kernel, geometry and chip."""
     return _table().get((kernel, chip, geometry))
 
 
-def entries(text: str) -> Iterator[tuple[str, str, Geometry, dict[str, int]]]:
+def entries(text: str) -> Iterator[tuple[str, str, Geometry, dict[str, Any]]]:
     """Kernel, chip, geometry and blocks of every entry of a table's text."""
     rows: list[dict[str, Any]] = json.loads(text)
     for row in rows:
         yield row["kernel"], row["chip"], Geometry(**row["geometry"]), row["blocks"]
 
 
-def entry(kernel: str, chip: str, geometry: Geometry, blocks: Mapping[str, int]) -> dict[str, Any]:
+def entry(kernel: str, chip: str, geometry: Geometry, blocks: Mapping[str, Any]) -> dict[str, Any]:
     """One entry, as it stands in the table."""
     return {"kernel": kernel, "chip": chip, "geometry": asdict(geometry), "blocks": dict(blocks)}
 
@@ -82,5 +82,5 @@ def table_text() -> str:
 
 
 @cache
-def _table() -> dict[tuple[str, str, Geometry], dict[str, int]]:
+def _table() -> dict[tuple[str, str, Geometry], dict[str, Any]]:
     return {(kernel, chip, geo): blocks for kernel, chip, geo, blocks in entries(table_text())}

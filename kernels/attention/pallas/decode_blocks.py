@@ -35,6 +35,7 @@ class DecodeBlocks:
         items_per_step: items worked on together; more hide latency where KV heads are few.
         heads_per_tile: KV heads whose query rows share one dense tile of scores.
         decode_queries: new tokens per sequence the call accepts (more than 1: verify steps).
+        widen_float8: float8 goes to the matrix unit as bfloat16, for those that take no 8 bits.
     """
 
     block_tokens: int = 256
@@ -42,6 +43,7 @@ class DecodeBlocks:
     items_per_step: int = 1
     heads_per_tile: int = 1
     decode_queries: int = 1
+    widen_float8: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,8 @@ class DecodeShape:
 
     @property
     def native_float8(self) -> bool:
-        return self.geometry.kv_dtype == "float8_e4m3fn" and self.compute_dtype == "bfloat16"
+        is_float8 = self.geometry.kv_dtype == "float8_e4m3fn" and self.compute_dtype == "bfloat16"
+        return is_float8 and not self.blocks.widen_float8
 
     @property
     def compute_dtype(self) -> str:
@@ -204,11 +207,17 @@ def heads_per_tile(geometry: Geometry, chip: Chip, decode_queries: int) -> int:
     return max(n for n in range(1, wanted + 1) if geometry.num_kv_heads % n == 0)
 
 
+def _takes_8_bits(chip: Chip) -> bool:
+    """Whether its matrix unit does; where that is int8 alone, the compiler widens float8 itself."""
+    return chip.has_int8 or chip.has_fp8
+
+
 def candidate_blocks(
     geometry: Geometry, scoring: Scoring, chip: Chip, *, decode_queries: int = 1
 ) -> list[DecodeBlocks]:
     """Every choice worth compiling that fits the chip, the most promising first."""
     together = heads_per_tile(geometry, chip, decode_queries)
+    widened = geometry.kv_dtype.startswith("float8") and not _takes_8_bits(chip)
     # Enough heads in flight per step to hide latency: eight planes of 128 lanes, and twice as many
     # where a matrix unit twice as wide is done with them in half the time.
     lanes = 8 * chip.mxu_side
@@ -222,7 +231,7 @@ def candidate_blocks(
             # Several items per step are much code, and as many bytes with fewer slots.
             most = MAX_SLOTS if per_step == 1 else MIN_SLOTS
             for slots in range(most, MIN_SLOTS - 1, -2):
-                found.append(DecodeBlocks(size, slots, per_step, together, decode_queries))
+                found.append(DecodeBlocks(size, slots, per_step, together, decode_queries, widened))
     return [b for b in found if vmem_bytes(geometry, scoring, b) + VMEM_RESERVE <= chip.vmem_bytes]
 
 
@@ -267,6 +276,8 @@ def check_geometry(geometry: Geometry, blocks: DecodeBlocks) -> None:
 def check_blocks(geometry: Geometry, scoring: Scoring, blocks: DecodeBlocks, chip: Chip) -> None:
     """Refuses blocks that don't fit the chip; the message proposes some that do."""
     check_geometry(geometry, blocks)
+    if DecodeShape(geometry, scoring, blocks).native_float8 and not _takes_8_bits(chip):
+        raise ValueError(f"{chip.name} multiplies no float8: its blocks need widen_float8=True")
     needed = vmem_bytes(geometry, scoring, blocks) + VMEM_RESERVE
     if needed <= chip.vmem_bytes:
         return
