@@ -22,7 +22,7 @@ RECORD_WORDS = 10  # scalars kept per item
 NUM_PENDING = 3  # scalars kept per step
 NUM_MARKS = 3  # scalars kept per item in vector memory, one register row each
 # What the compiler itself may add to the kernel's scratch: spills and semaphores.
-VMEM_RESERVE = 1 << 20
+VMEM_RESERVE = 2 << 20
 
 
 @dataclass(frozen=True, slots=True)
