@@ -109,11 +109,12 @@ def test_a_request_larger_than_what_is_free_is_admitted_once_the_pool_is_empty()
 
 def test_refusals_reach_the_front_as_such():
     engine = FakeEngine(seqs=1, max_waiting=1)
-    engine.turn([Submit(request(1)), Submit(request(2)), Submit(request(3, 200, 1))])
+    asked = [request(1), request(2), request(3), request(4, 200, 1)]
+    engine.turn([Submit(r) for r in asked])
     engine.run()
-    assert isinstance(engine.refused[2].error, Overloaded)
-    assert isinstance(engine.refused[3].error, InvalidRequest)
-    assert list(engine.finishes) == [1]
+    assert isinstance(engine.refused[3].error, Overloaded)
+    assert isinstance(engine.refused[4].error, InvalidRequest)
+    assert sorted(engine.finishes) == [1, 2]
 
 
 def test_with_overlap_the_next_step_is_dispatched_before_the_last_is_collected():

@@ -75,6 +75,18 @@ def test_the_queue_is_bounded():
     assert sorted(engine.finishes) == [0, 1, 2]
 
 
+def test_requests_that_find_a_slot_do_not_count_as_waiting():
+    """Three that came in one turn were refused where two slots were free and one might wait."""
+    engine = FakeEngine(seqs=2, max_waiting=1)
+    engine.turn([Submit(request(i)) for i in range(4)])
+    assert list(engine.refused) == [3]
+    error = engine.refused[3].error
+    assert isinstance(error, Overloaded)
+    assert (error.limit, error.given) == (1, 2)
+    engine.run()
+    assert sorted(engine.finishes) == [0, 1, 2]
+
+
 def test_a_plan_that_does_not_fit_is_refused():
     holes = Plan.of([StepShape(4, 4, 8, 4), StepShape(32, 1, 8, 1)])
     with pytest.raises(InvalidPlan, match="no full shape covers"):

@@ -19,7 +19,7 @@ class SchedulerLimits:
     Attributes:
         max_model_len: prompt plus output tokens of one request.
         page_size: token positions per page.
-        max_waiting: requests that may wait for their first slot.
+        max_waiting: requests that may wait for a slot.
         max_chunk: largest prefill chunk of one request in one step; None: no own limit.
         min_prefill_tokens: prompt tokens that every step with waiting prompts computes at least.
         growth_pages: pages kept free per decoding request when a new one is admitted.

@@ -20,11 +20,6 @@ class WaitingQueue:
         return len(self._parked) + len(self._new)
 
     @property
-    def num_new(self) -> int:
-        """Sequences that never had a slot."""
-        return len(self._new)
-
-    @property
     def head_is_parked(self) -> bool:
         return bool(self._parked)
 

@@ -120,7 +120,8 @@ class Scheduler:
         self._limits.require_servable(request, self._pool.num_usable)
         if request.request_id in self._live:
             raise InvalidRequest("request_id", "unused by a live request", request.request_id)
-        waiting = self._queue.num_new
+        # Those who find a slot in the next round don't wait, however many come in one turn.
+        waiting = len(self._queue) - self._table.num_vacant
         if waiting >= self._limits.max_waiting:
             limits = self._limits
             raise Overloaded(
