@@ -10,18 +10,12 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from buckets.compile_cache import CompileCache, ExecutableRecord
 from buckets.plan import Plan, default_plan
-from buckets.shape import StepShape
-from kernels.attention.cache_layout import KV_HEAD_AXIS, KvLayout
 from tpu_engine.config import EngineConfig
 from tpu_engine.derive import derive, plan_limits, with_pages
 from tpu_engine.engine_loop import EngineLoop
@@ -30,13 +24,12 @@ from tpu_engine.kernel_choice import choose_kernels
 from tpu_engine.kv_pages import PagePool
 from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
-from tpu_engine.models.registry import Family, family_of
-from tpu_engine.models.sharding import TENSOR, make_mesh
+from tpu_engine.models.registry import family_of
+from tpu_engine.models.sharding import make_mesh
 from tpu_engine.models.weights_spec import expected_tensors
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
-from tpu_engine.step_inputs import InputLayout
 from tpu_engine.step_plan import Runner
-from tpu_engine.step_program import StepProgram, StepState
+from tpu_engine.target import make_target, new_state
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
 
@@ -93,18 +86,16 @@ def build_engine(
     plan = default_plan(limits) if plan is None else plan
     plan.validate(limits)
 
-    graph, abstract = _abstract_model(family, model, config)
+    target = make_target(config, model.config, plan, choice, num_token_ids, jax.devices())
     weights = load_weights(
-        abstract,
+        target.weights,
         specs,
         model.source,
         mesh,
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
-    program = StepProgram(graph, mesh, choice, num_token_ids)
-    state = new_state(config, model, mesh, choice.layout)
-    lower = partial(_lower, program, weights, state)
-    executables = CompileCache(lower, directory, list(mesh.devices.flat))
+    state = new_state(target)
+    executables = CompileCache(target.lower, directory, target.devices)
     report(Progress("compile", 0, len(plan.shapes), "first shape"))
     for done, record in enumerate(executables.build(plan.shapes), start=1):
         report(Progress("compile", done, len(plan.shapes), _summary(record)))
@@ -148,31 +139,6 @@ def _cache_directory(config: EngineConfig) -> Path | None:
         given = f"{directory} ({error.strerror})"
         raise InvalidConfig("compile_cache", "a folder, there or to be made", given) from error
     return directory
-
-
-def _abstract_model(
-    family: Family, model: OpenedModel, config: EngineConfig
-) -> tuple[nnx.GraphDef, nnx.State]:
-    quantized = config.quantize == "int8"
-    build = partial(family.build, model.config, jnp.dtype(config.dtype), quantized)
-    return nnx.split(nnx.eval_shape(build))
-
-
-def new_state(config: EngineConfig, model: OpenedModel, mesh: Mesh, layout: KvLayout) -> StepState:
-    """Allocates the KV cache and the last-token buffer of a derived configuration."""
-    assert config.num_pages is not None
-    shape = layout.shape(model.config.num_layers, config.num_pages)
-    spec = PartitionSpec(*(TENSOR if i == KV_HEAD_AXIS else None for i in range(len(shape))))
-    cache = jnp.zeros(shape, jnp.dtype(layout.dtype), device=NamedSharding(mesh, spec))
-    replicated = NamedSharding(mesh, PartitionSpec())
-    return StepState(cache, jnp.zeros(config.max_num_seqs, jnp.int32, device=replicated))
-
-
-def _lower(
-    program: StepProgram, weights: nnx.State, state: StepState, shape: StepShape
-) -> jax.stages.Lowered:
-    buffer = jax.ShapeDtypeStruct((InputLayout.of(shape).size,), jnp.int32)
-    return program.function(shape).lower(weights, state, buffer)
 
 
 def _kv_bytes(model: OpenedModel, config: EngineConfig) -> int:
