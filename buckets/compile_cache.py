@@ -1,197 +1,151 @@
-"""The compile cache: one executable per `StepShape`, built ahead of time, kept on disk.
+"""The compile cache of a serving process: one executable per `StepShape`, built ahead of time.
 
-Owns executables, the count of compiler runs and the rule that nothing compiles after `freeze()`.
-What it compiles is passed in as a lowering function; knows no model and no engine.
-
-Files hold serialised executables, which are code: point `directory` only at a folder you trust.
+Owns the executables, the records of how each was had, and the rule that nothing compiles after
+`freeze()` unless it is asked for by name. How one executable is found, loaded or compiled is
+`buckets.executable`'s part; knows no model and no engine.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import pickle
-import platform
-import tempfile
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
-from pathlib import Path
-from typing import Any, Literal
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import jax
-from jax.experimental import serialize_executable
 
+from buckets.cache_store import CacheStore
+from buckets.executable import ExecutableRecord, ExecutableSource, Programs
 from buckets.shape import StepShape
-
-Source = Literal["compiled", "loaded"]
-_SUFFIX = ".executable"
-_DIGEST_BYTES = 32
 
 
 class MissingExecutable(KeyError):
-    """A shape without an executable was asked for after the cache was frozen."""
+    """A shape without an executable was asked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class ExecutableRecord:
-    """How one shape got its executable: compiled here or loaded from disk, and in how long."""
+class NotWarm(RuntimeError):
+    """Shapes that would have to be compiled where that was forbidden; `reasons` says why each."""
 
-    shape: StepShape
-    source: Source
-    seconds: float
-    note: str = ""
+    def __init__(self, reasons: dict[StepShape, str]) -> None:
+        lines = (f"({shape}): {reason}" for shape, reason in reasons.items())
+        super().__init__(f"{len(reasons)} program(s) are not warm: " + "; ".join(lines))
+        self.reasons = reasons
 
 
 class CompileCache:
-    """Executables by shape.
+    """Executables by shape. Any thread may `get` while another one builds.
 
-    `lower` traces and lowers the program of a shape for `devices` (the first one when None);
-    `directory` None keeps everything in memory. A stored file that is damaged or that this
-    machine refuses is set aside, named in the record's `note` and rebuilt. A folder that can be
-    read but not written serves what it holds; what it lacks is compiled, and the note says so.
+    Args:
+        programs: what there is to compile.
+        store: where executables are kept; None keeps them in memory only.
+        require_warm: compile nothing, ever: `build` raises `NotWarm` instead.
+        jobs: programs compiled at once.
     """
 
     def __init__(
         self,
-        lower: Callable[[StepShape], jax.stages.Lowered],
-        directory: Path | None,
-        devices: Sequence[Any] | None = None,
+        programs: Programs,
+        store: CacheStore | None,
+        *,
+        require_warm: bool = False,
+        jobs: int = 1,
     ) -> None:
-        self._lower = lower
-        self._devices = jax.devices()[:1] if devices is None else list(devices)
-        self._directory = directory
+        self._source = ExecutableSource(programs, store)
+        self._require_warm = require_warm
+        self._jobs = jobs
+        self._lock = threading.Lock()
         self._executables: dict[StepShape, jax.stages.Compiled] = {}
         self._records: list[ExecutableRecord] = []
-        self._frozen = False
-        if directory is not None:
-            directory.mkdir(parents=True, exist_ok=True)
+        # None before `freeze`: anything may be built.
+        self._planned: frozenset[StepShape] | None = None
 
     @property
     def compile_count(self) -> int:
         """Programs the compiler built in this process (not those loaded from disk)."""
-        return sum(record.source == "compiled" for record in self._records)
+        return sum(record.source == "compiled" for record in self.records)
+
+    @property
+    def load_count(self) -> int:
+        return sum(record.source == "loaded" for record in self.records)
 
     @property
     def records(self) -> tuple[ExecutableRecord, ...]:
-        return tuple(self._records)
+        with self._lock:
+            return tuple(self._records)
 
-    def build(self, shapes: Iterable[StepShape]) -> Iterable[ExecutableRecord]:
-        """Builds or loads every shape that has no executable yet, yielding a record for each."""
-        for shape in shapes:
-            if shape in self._executables:
-                continue
-            if self._frozen:
+    @property
+    def warm_shapes(self) -> frozenset[StepShape]:
+        with self._lock:
+            return frozenset(self._executables)
+
+    def build(self, shapes: Iterable[StepShape]) -> Iterator[ExecutableRecord]:
+        """Loads or compiles every shape that has no executable yet, yielding a record for each.
+
+        Raises `MissingExecutable` for a shape nobody planned before `freeze`, and `NotWarm` at
+        the end where shapes would have to be compiled and must not.
+        """
+        wanted = [shape for shape in dict.fromkeys(shapes) if shape not in self.warm_shapes]
+        for shape in wanted:
+            if self._planned is not None and shape not in self._planned:
                 raise MissingExecutable(shape)
-            record = self._build_one(shape)
-            self._records.append(record)
-            yield record
+        if self._require_warm:
+            yield from self._load_all(wanted)
+        elif self._jobs == 1:
+            yield from map(self._obtain, wanted)
+        else:
+            with ThreadPoolExecutor(self._jobs, "compile") as pool:
+                running = [pool.submit(self._obtain, shape) for shape in wanted]
+                try:
+                    for done in as_completed(running):
+                        yield done.result()
+                finally:
+                    pool.shutdown(cancel_futures=True)
 
-    def freeze(self) -> None:
-        """From now on a shape without an executable is an error, never a compile."""
-        self._frozen = True
+    def build_missing(self, shape: StepShape) -> ExecutableRecord:
+        """Loads or compiles one shape whatever was planned: for a miss that someone pays for."""
+        if self._require_warm:
+            raise NotWarm({shape: "compiling is forbidden (require_warm)"})
+        return self._obtain(shape)
+
+    def plan(self, shapes: Iterable[StepShape]) -> None:
+        """Allows `build` to make these shapes too, after `freeze`: a new plan was accepted."""
+        if self._planned is not None:
+            self._planned = self._planned | frozenset(shapes)
+
+    def freeze(self, planned: Iterable[StepShape] = ()) -> None:
+        """From now on `build` makes no shape besides those it has made and the `planned` ones."""
+        self._planned = self.warm_shapes | frozenset(planned)
 
     def get(self, shape: StepShape) -> jax.stages.Compiled:
-        """Returns the executable of `shape`; `MissingExecutable` when there is none."""
+        """The executable of `shape`; raises `MissingExecutable` when there is none."""
         try:
             return self._executables[shape]
         except KeyError:
             raise MissingExecutable(shape) from None
 
-    def _build_one(self, shape: StepShape) -> ExecutableRecord:
-        started = time.monotonic()
-        lowered = self._lower(shape)
-        path, note = None, ""
-        if self._directory is not None:
-            path = self._directory / (program_key(lowered, self._devices) + _SUFFIX)
-            executable, note = _load(path, lowered, self._devices)
-            if executable is not None:
-                self._executables[shape] = executable
-                return ExecutableRecord(shape, "loaded", time.monotonic() - started)
-        compiled = lowered.compile()
-        if path is not None:
-            note = " ".join(filter(None, (note, _store(path, compiled))))
-        self._executables[shape] = compiled
-        return ExecutableRecord(shape, "compiled", time.monotonic() - started, note)
+    def release(self, shapes: Iterable[StepShape]) -> None:
+        """Lets executables go: their shapes are missing from now on."""
+        with self._lock:
+            for shape in shapes:
+                self._executables.pop(shape, None)
 
+    def _obtain(self, shape: StepShape) -> ExecutableRecord:
+        return self._keep(shape, *self._source.obtain(shape))
 
-def program_key(lowered: jax.stages.Lowered, devices: Sequence[Any]) -> str:
-    """Names a program and everything that decides what the compiler makes of it.
+    def _load_all(self, shapes: list[StepShape]) -> Iterator[ExecutableRecord]:
+        reasons: dict[StepShape, str] = {}
+        for shape in shapes:
+            compiled, record = self._source.load(shape)
+            if compiled is None:
+                reasons[shape] = record.note or "not in the cache"
+            else:
+                yield self._keep(shape, compiled, record)
+        if reasons:
+            raise NotWarm(reasons)
 
-    StableHLO text (without source locations), versions, devices, compiler flags, and on CPU the
-    processor's features.
-    """
-    parts = [
-        lowered.as_text(),
-        jax.__version__,
-        version("jaxlib"),
-        devices[0].client.platform_version,
-        f"{devices[0].device_kind} x {len(devices)}",
-        os.environ.get("XLA_FLAGS", ""),
-    ]
-    if devices[0].platform == "cpu":
-        parts.append(_cpu_features())
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(f"{len(part)}:{part}".encode())
-    return digest.hexdigest()
-
-
-def _cpu_features() -> str:
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8", errors="replace") as lines:
-            wanted = ("flags", "Features", "model name")
-            return "".join(sorted({line for line in lines if line.startswith(wanted)}))
-    except OSError:
-        return f"{platform.machine()} {platform.processor()}"
-
-
-def _load(
-    path: Path, lowered: jax.stages.Lowered, devices: Sequence[Any]
-) -> tuple[jax.stages.Compiled | None, str]:
-    """Returns the stored executable, or None and why the file was set aside ("" if absent)."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
-        return None, ""
-    except OSError as error:
-        return None, f"{path.name}: can't be read: {error.strerror}"
-    payload = content[_DIGEST_BYTES:]
-    if hashlib.sha256(payload).digest() != content[:_DIGEST_BYTES]:
-        return None, _set_aside(path, "checksum differs")
-    try:
-        executable = serialize_executable.deserialize_and_load(
-            payload, lowered.in_tree, lowered.out_tree, execution_devices=devices
-        )
-    except (jax.errors.JaxRuntimeError, pickle.UnpicklingError, EOFError) as error:
-        return None, _set_aside(path, f"refused: {error}")
-    return executable, ""
-
-
-def _set_aside(path: Path, reason: str) -> str:
-    try:
-        path.replace(path.with_suffix(".damaged"))
-    except OSError as error:
-        return f"{path.name}: {reason}; rebuilt, can't be set aside: {error.strerror}"
-    return f"{path.name}: {reason}; set aside and rebuilt"
-
-
-def _store(path: Path, compiled: jax.stages.Compiled) -> str:
-    """Writes under a temporary name, then renames: readers see a whole file or none.
-
-    Returns "", or why the file could not be written.
-    """
-    payload, _, _ = serialize_executable.serialize(compiled)
-    temporary: Path | None = None
-    try:
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            temporary = Path(file.name)
-            file.write(hashlib.sha256(payload).digest())
-            file.write(payload)
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
-            temporary.unlink(missing_ok=True)
-        return f"not stored: {error.strerror}"
-    return ""
+    def _keep(
+        self, shape: StepShape, compiled: jax.stages.Compiled, record: ExecutableRecord
+    ) -> ExecutableRecord:
+        with self._lock:
+            self._executables[shape] = compiled
+            self._records.append(record)
+        return record

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 HOST_SIDE = (
+    "buckets.cache_store",
+    "buckets.executable_facts",
     "buckets.plan",
     "buckets.shape",
     "tpu_engine",
@@ -34,7 +36,7 @@ SERVER_SIDE = ("server.service", "server.streams", "server.validation", "server.
 COMMAND_LINE = ("server.cli",)
 
 # The only modules of `buckets` that may name JAX.
-BUCKETS_WITH_JAX = {"compile_cache.py", "warmup.py"}
+BUCKETS_WITH_JAX = {"compile_cache.py", "executable.py", "program_key.py", "warmup.py"}
 
 
 def loaded_by(modules: tuple[str, ...], watched: tuple[str, ...]) -> set[str]:

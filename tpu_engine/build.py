@@ -10,12 +10,13 @@ import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import jax
 
-from buckets.compile_cache import CompileCache, ExecutableRecord
+from buckets.compile_cache import CompileCache, NotWarm
+from buckets.executable import ExecutableRecord
 from buckets.plan import Plan, default_plan
+from tpu_engine.compile_store import open_store
 from tpu_engine.config import EngineConfig
 from tpu_engine.derive import derive, plan_limits, with_pages
 from tpu_engine.engine_loop import EngineLoop
@@ -71,7 +72,6 @@ def build_engine(
     large is allocated.
     """
     report = progress or _silent
-    directory = _cache_directory(config)
     model = open_model(config.model)
     family = family_of(model.config)
     specs = family.weight_specs(model.config)
@@ -82,6 +82,7 @@ def build_engine(
     choice = choose_kernels(config, model.config, num_token_ids, jax.devices()[0].device_kind)
     page_bytes = choice.layout.page_bytes(model.config.num_layers)
     config = with_pages(config, page_bytes, _kv_bytes(model, config))
+    store = open_store(config)
     limits = plan_limits(config)
     plan = default_plan(limits) if plan is None else plan
     plan.validate(limits)
@@ -95,11 +96,8 @@ def build_engine(
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
     state = new_state(target)
-    executables = CompileCache(target.lower, directory, target.devices)
-    report(Progress("compile", 0, len(plan.shapes), "first shape"))
-    for done, record in enumerate(executables.build(plan.shapes), start=1):
-        report(Progress("compile", done, len(plan.shapes), _summary(record)))
-    executables.freeze()
+    executables = CompileCache(target, store, require_warm=config.require_warm)
+    _build_all(executables, plan, report)
 
     runner = ModelRunner(weights, state, executables)
 
@@ -127,18 +125,17 @@ def new_loop(
     return EngineLoop(scheduler, runner, config.overlap, compile_count)
 
 
-def _cache_directory(config: EngineConfig) -> Path | None:
-    """The folder for compiled programs, made if need be; raises `InvalidConfig` if it can't be."""
-    # An interpreted kernel calls back into this process: its program can't be kept.
-    if not config.compile_cache or config.attention == "pallas-interpret":
-        return None
-    directory = Path(config.compile_cache).expanduser()
+def _build_all(executables: CompileCache, plan: Plan, report: OnProgress) -> None:
+    """Loads or compiles every shape of the plan, and freezes the cache."""
+    total = len(plan.shapes)
+    report(Progress("compile", 0, total, "first shape"))
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        given = f"{directory} ({error.strerror})"
-        raise InvalidConfig("compile_cache", "a folder, there or to be made", given) from error
-    return directory
+        for done, record in enumerate(executables.build(plan.shapes), start=1):
+            report(Progress("compile", done, total, _summary(record)))
+    except NotWarm as error:
+        limit = "a cache that holds every program (tpu-engine warmup fills one)"
+        raise InvalidConfig("require_warm", limit, str(error)) from error
+    executables.freeze()
 
 
 def _kv_bytes(model: OpenedModel, config: EngineConfig) -> int:

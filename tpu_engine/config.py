@@ -38,8 +38,12 @@ class EngineConfig:
             if not given.
         tensor_parallel: devices on the `tensor` mesh axis.
         overlap: plan and dispatch step N+1 before the tokens of step N are read back.
-        compile_cache: folder for compiled programs; an empty name keeps them in memory only. The
-            commands take `~/.cache/tpu_engine` if not given.
+        compile_cache: folder for compiled programs, or an address like gs://bucket/folder; an
+            empty name keeps them in memory only. The commands take `~/.cache/tpu_engine` if not
+            given.
+        signing_key: file with the secret that signs stored programs; unsigned ones are refused.
+        require_warm: refuse to start where the compile cache lacks a program, or holds a damaged
+            or refused one, instead of compiling it.
     """
 
     model: str
@@ -57,12 +61,16 @@ class EngineConfig:
     tensor_parallel: int = 1
     overlap: bool = True
     compile_cache: str | None = None
+    signing_key: str | None = None
+    require_warm: bool = False
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("quantize", self.quantize, QUANTIZATIONS)
         _one_of("attention", self.attention, ATTENTIONS)
+        if self.require_warm and self.compile_cache == "":
+            raise InvalidConfig("require_warm", "off where no compile_cache is kept", True)
         if self.page_size not in (8, 16, 32, 64, 128, 256):
             raise InvalidConfig("page_size", "one of 8, 16, 32, 64, 128, 256", self.page_size)
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_waiting", "tensor_parallel"):

@@ -7,7 +7,7 @@ it offers a function to lower for a shape.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -61,8 +61,12 @@ class StepProgram:
         `results` holds token ids, the bits of their log-probabilities and 1 where the row's
         logits were finite.
         """
-        options = _INTERPRETED if self.choice.attention == "pallas-interpret" else None
-        return jax.jit(partial(self._step, shape), donate_argnums=(1,), compiler_options=options)
+        return jax.jit(partial(self._step, shape), donate_argnums=(1,))
+
+    @property
+    def compiler_options(self) -> Mapping[str, int | bool]:
+        """Options the compiler should get for any of these programs."""
+        return _INTERPRETED if self.choice.attention == "pallas-interpret" else {}
 
     def _step(
         self, shape: StepShape, weights: nnx.State, state: StepState, buffer: Int[Array, "n"]

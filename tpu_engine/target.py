@@ -7,9 +7,13 @@ can do it. Serving and warm-up lower through here, so that both get the same pro
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass
+from functools import cached_property, partial
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any, cast
 
 import jax
@@ -29,8 +33,21 @@ from tpu_engine.models.weights_spec import WeightSpec
 from tpu_engine.step_inputs import InputLayout
 from tpu_engine.step_program import StepProgram, StepState
 
+# Options that decide how an engine runs, and nothing of its programs.
+_IDLE_OPTIONS = (
+    "model",
+    "max_waiting",
+    "max_chunk",
+    "overlap",
+    "compile_cache",
+    "signing_key",
+    "require_warm",
+)
+# Everything a step program is traced from lies in these folders.
+_SOURCES = ("kernels", "tpu_engine", "buckets")
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True)
 class StepTarget:
     """Step programs of one model on one mesh, ready to be lowered.
 
@@ -57,6 +74,34 @@ class StepTarget:
     @property
     def devices(self) -> list[Any]:
         return list(self.mesh.devices.flat)
+
+    @property
+    def mesh_axes(self) -> Mapping[str, int]:
+        return dict(self.mesh.shape)
+
+    def recipe(self, shape: StepShape) -> str:
+        """Digest of everything this program is traced from: our code, the model, the options."""
+        return hashlib.sha256(f"{self._ingredients}{shape}".encode()).hexdigest()
+
+    @cached_property
+    def _ingredients(self) -> str:
+        options = asdict(self.config)
+        for name in _IDLE_OPTIONS:
+            del options[name]
+        facts = [options, asdict(self.model), repr(self.choice), self.num_token_ids]
+        return json.dumps(
+            [*facts, source_digest(), version("flax")], sort_keys=True, default=sorted
+        )
+
+    def compiler_options(self, shape: StepShape) -> Mapping[str, str | int | float | bool]:
+        """Options of the compiler for the program of `shape`."""
+        return self.program.compiler_options
+
+    def trees(self, shape: StepShape) -> tuple[Any, Any]:
+        """Structures of the step's `(args, kwargs)` and of its results."""
+        structure = jax.tree.structure
+        arguments = self.arguments(shape)
+        return structure((arguments, {})), structure((self.state, arguments[-1]))
 
     def arguments(self, shape: StepShape) -> tuple[nnx.State, StepState, jax.ShapeDtypeStruct]:
         """The abstract arguments of the step of `shape`."""
@@ -93,6 +138,18 @@ def make_target(
         weights=_placed(abstract, mesh),
         state=_abstract_state(config, model, mesh, choice.layout),
     )
+
+
+def source_digest() -> str:
+    """Digest of our own code and tables, wherever it is installed."""
+    root = Path(__file__).resolve().parent.parent
+    digest = hashlib.sha256()
+    for path in sorted(file for name in _SOURCES for file in (root / name).rglob("*")):
+        if path.suffix in (".py", ".json"):
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(root)} {len(content)} ".encode())
+            digest.update(content)
+    return digest.hexdigest()
 
 
 def abstract_model(

@@ -158,8 +158,8 @@ def _parameters(cls: type[OptionClass], is_optional: bool) -> list[inspect.Param
         is_list = typing.get_origin(hints[field.name]) is tuple
         kind = list[str] | None if is_list else _without_none(hints[field.name]) | None
         text = helps[field.name] + _default_text(field, is_optional)
-        # `--no-...` where there is something to turn off: a default, or what a file says.
-        is_switch = field.default is False and cls not in FILE_CLASSES
+        # `--no-...` where there is something to turn off. What a file turns on, it turns off.
+        is_switch = field.default is False
         text = text[0].upper() + text[1:]
         parameters.append(_flag(field.name, kind, None, text, panel, is_switch=is_switch))
     return parameters
