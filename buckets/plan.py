@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import cast
 
@@ -16,11 +16,15 @@ import yaml
 
 from buckets.shape import StepShape
 
-SCHEMA_VERSION = 1
+# Version 1 had no compiler options. A reader takes its own and older versions, refuses newer ones.
+SCHEMA_VERSION = 2
 MAX_DEFAULT_SHAPES = 24
 _LADDER_GROWTHS = ((2, 4), (4, 4), (4, 8), (8, 16), (16, 64), (64, 1024))
 _SHAPE_KEYS = tuple(f.name for f in fields(StepShape))
-_FILE_KEYS = ("schema_version", "shapes")
+_FILE_KEYS = ("schema_version", "compiler_options", "shapes")
+
+Option = str | int | float | bool
+Options = Mapping[str, Option]
 
 
 class InvalidPlan(ValueError):
@@ -42,10 +46,10 @@ class PlanLimits:
     pages_per_seq: int
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value: int = getattr(self, field.name)
+        for budget in fields(self):
+            value: int = getattr(self, budget.name)
             if value < 1:
-                raise InvalidPlan(f"{field.name} must be at least 1, got {value}")
+                raise InvalidPlan(f"{budget.name} must be at least 1, got {value}")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise InvalidPlan(
                 f"max_num_batched_tokens must be at least max_num_seqs ({self.max_num_seqs}), "
@@ -55,9 +59,16 @@ class PlanLimits:
 
 @dataclass(frozen=True)
 class Plan:
-    """An immutable, sorted set of step shapes; raises `InvalidPlan` when a shape makes no sense."""
+    """An immutable, sorted set of step shapes; raises `InvalidPlan` when a shape makes no sense.
+
+    Attributes:
+        options: what the compiler is told for every shape, by option name.
+        shape_options: what it is told for single shapes; comes before `options`.
+    """
 
     shapes: tuple[StepShape, ...]
+    options: Options = field(default_factory=dict[str, Option])
+    shape_options: Mapping[StepShape, Options] = field(default_factory=dict[StepShape, Options])
 
     def __post_init__(self) -> None:
         if not self.shapes:
@@ -66,6 +77,10 @@ class Plan:
             _check_shape(shape)
         if list(self.shapes) != sorted(set(self.shapes)):
             raise InvalidPlan("the shapes of a plan must be sorted and distinct")
+
+    def compiler_options(self, shape: StepShape) -> Options:
+        """What the compiler is told for `shape`."""
+        return {**self.options, **self.shape_options.get(shape, {})}
 
     @classmethod
     def of(cls, shapes: Iterable[StepShape]) -> Plan:
@@ -140,9 +155,25 @@ def default_plan(limits: PlanLimits, max_shapes: int = MAX_DEFAULT_SHAPES) -> Pl
     raise InvalidPlan(f"no default plan of at most {max_shapes} shapes covers {limits}")
 
 
+def purpose(shape: StepShape) -> str:
+    """What a shape is for: "decode" (one token a row), "prefill" (one row) or "mixed"."""
+    if shape.num_tokens == shape.num_seqs:
+        return "decode"
+    return "prefill" if shape.num_seqs == 1 else "mixed"
+
+
 def plan_to_yaml(plan: Plan) -> str:
-    """The plan as YAML text, `schema_version` first."""
-    content = {"schema_version": SCHEMA_VERSION, "shapes": [asdict(s) for s in plan.shapes]}
+    """The plan as a small file that a person can edit."""
+    shapes: list[dict[str, object]] = []
+    for shape in plan.shapes:
+        entry: dict[str, object] = asdict(shape)
+        if shape in plan.shape_options:
+            entry["compiler_options"] = dict(plan.shape_options[shape])
+        shapes.append(entry)
+    content: dict[str, object] = {"schema_version": SCHEMA_VERSION}
+    if plan.options:
+        content["compiler_options"] = dict(plan.options)
+    content["shapes"] = shapes
     # The stub of safe_dump has one parameter without a type.
     return yaml.safe_dump(content, sort_keys=False)  # pyright: ignore[reportUnknownMemberType]
 
@@ -154,17 +185,26 @@ def plan_from_yaml(text: str) -> Plan:
     except yaml.YAMLError as error:
         raise InvalidPlan(f"a plan file must be YAML: {error}") from error
     top = _mapping(content, "a plan file", _FILE_KEYS)
-    if top.get("schema_version") != SCHEMA_VERSION:
+    version = top.get("schema_version")
+    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
         raise InvalidPlan(
-            f"schema_version must be {SCHEMA_VERSION}, got {top.get('schema_version')!r}"
+            f"schema_version must be 1 to {SCHEMA_VERSION}, got {version!r} "
+            "(a newer release may have written this file)"
         )
     entries = top.get("shapes")
     if not isinstance(entries, list):
         raise InvalidPlan(f"shapes must be a list, got {entries!r}")
-    shapes = [_shape(entry, i) for i, entry in enumerate(cast("list[object]", entries))]
+    shape_options: dict[StepShape, Options] = {}
+    shapes: list[StepShape] = []
+    for i, entry in enumerate(cast("list[object]", entries)):
+        shape, options = _shape(entry, i)
+        shapes.append(shape)
+        if options:
+            shape_options[shape] = options
     if len(set(shapes)) != len(shapes):
         raise InvalidPlan("shapes must be distinct")
-    return Plan.of(shapes)
+    common = _options(top.get("compiler_options"), "compiler_options")
+    return Plan(tuple(sorted(shapes)), common, shape_options)
 
 
 def _check_shape(shape: StepShape) -> None:
@@ -194,9 +234,9 @@ def _ladder(first: int, top: int, growth: int) -> list[int]:
     return [*rungs, top]
 
 
-def _shape(entry: object, index: int) -> StepShape:
+def _shape(entry: object, index: int) -> tuple[StepShape, Options]:
     where = f"shapes[{index}]"
-    given = _mapping(entry, where, _SHAPE_KEYS)
+    given = _mapping(entry, where, (*_SHAPE_KEYS, "compiler_options"))
     numbers: dict[str, int] = {}
     for key in _SHAPE_KEYS[:4]:
         value = given.get(key)
@@ -206,7 +246,21 @@ def _shape(entry: object, index: int) -> StepShape:
     variant = given.get("variant", "full")
     if not isinstance(variant, str):
         raise InvalidPlan(f"{where}.variant must be text, got {variant!r}")
-    return StepShape(**numbers, variant=variant)
+    options = _options(given.get("compiler_options"), f"{where}.compiler_options")
+    return StepShape(**numbers, variant=variant), options
+
+
+def _options(given: object, where: str) -> Options:
+    if given is None:
+        return {}
+    if not isinstance(given, dict):
+        raise InvalidPlan(f"{where} must be a mapping, got {given!r}")
+    options: dict[str, Option] = {}
+    for name, value in cast("dict[object, object]", given).items():
+        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
+            raise InvalidPlan(f"{where}.{name} must be text, a number or a truth value")
+        options[name] = value
+    return options
 
 
 def _mapping(content: object, where: str, known: tuple[str, ...]) -> Mapping[str, object]:

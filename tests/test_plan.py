@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from buckets.plan import (
     default_plan,
     plan_from_yaml,
     plan_to_yaml,
+    purpose,
 )
 from buckets.shape import StepShape
 
@@ -108,8 +111,61 @@ def test_senseless_limits_are_refused(limits: tuple[int, int, int]):
 def test_yaml_round_trip():
     plan = Plan.of([*default_plan(LIMITS).shapes, shape(8, 8, variant="greedy")])
     text = plan_to_yaml(plan)
-    assert text.startswith("schema_version: 1\n")
+    assert text.startswith("schema_version: 2\n")
     assert plan_from_yaml(text) == plan
+
+
+def test_compiler_options_round_trip_and_a_shape_overrides_the_plan():
+    first, second = shape(1, 1), shape(32, 32)
+    common = {"xla_embed_ir_in_executable": True, "xla_llvm_disable_expensive_passes": False}
+    own = {second: {"xla_llvm_disable_expensive_passes": True}}
+    plan = plan_from_yaml(plan_to_yaml(Plan((first, second), common, own)))
+    assert plan == Plan((first, second), common, own)
+    assert plan.compiler_options(first) == common
+    assert plan.compiler_options(second) == common | own[second]
+
+
+def test_a_plan_of_the_first_release_is_read(repo_root: Path):
+    plan = plan_from_yaml((repo_root / "tests/fixtures/plan_1.yaml").read_text())
+    assert plan == default_plan(LIMITS)
+
+
+def test_purposes():
+    named = {purpose(s) for s in (shape(1, 1), shape(32, 32))}
+    assert named == {"decode"}
+    assert purpose(shape(16, 1)) == "prefill"
+    assert purpose(shape(16, 8)) == "mixed"
+
+
+@st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    """Any plan whose top is exactly `LIMITS`."""
+    pair = st.tuples(st.integers(1, 256), st.integers(1, 32)).filter(lambda p: p[0] >= p[1])
+    some = draw(st.lists(pair, max_size=12))
+    return Plan.of([shape(256, 32), *(shape(*p) for p in some)])
+
+
+@given(plan=plans(), tokens=st.integers(1, 256), seqs=st.integers(1, 32))
+def test_any_admissible_step_has_exactly_one_smallest_covering_shape(
+    plan: Plan, tokens: int, seqs: int
+):
+    plan.validate(LIMITS)
+    seqs = min(seqs, tokens)
+    found = plan.smallest_covering(tokens, seqs, seqs)
+    assert found is not None
+    assert found.num_tokens >= tokens
+    assert found.num_seqs >= seqs
+    for other in plan.shapes:
+        if other != found and other.num_tokens >= tokens and other.num_seqs >= seqs:
+            assert found < other
+
+
+@given(seqs=st.integers(1, 7), budget=st.integers(7, 20000))
+def test_the_largest_bucket_is_the_budget_whatever_its_factors(seqs: int, budget: int):
+    """C2, C3, C5: never padded past the budget, and few sequences have shapes of their own."""
+    plan = default_plan(PlanLimits(seqs, budget, 4))
+    assert max(s.num_tokens for s in plan.shapes) == budget
+    assert {s.num_seqs for s in plan.shapes} <= set(range(1, seqs + 1))
 
 
 ROW = "{num_tokens: 1, num_seqs: 1, pages_per_seq: 1, num_logit_rows: 1}"
@@ -118,14 +174,16 @@ ROW = "{num_tokens: 1, num_seqs: 1, pages_per_seq: 1, num_logit_rows: 1}"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("schema_version: 2\nshapes: []", "schema_version must be 1, got 2"),
-        (f"shapes: [{ROW}]", "schema_version must be 1, got None"),
+        ("schema_version: 3\nshapes: []", "schema_version must be 1 to 2, got 3 .a newer release"),
+        (f"shapes: [{ROW}]", "schema_version must be 1 to 2, got None"),
         ("schema_version: 1\nshape: []", "unknown key 'shape'; nearest known: shapes"),
         ("schema_version: 1\nshapes: 3", "shapes must be a list, got 3"),
         ("schema_version: 1\nshapes: [{num_token: 1}]", "'num_token'; nearest known: num_tokens"),
         ("schema_version: 1\nshapes: [{num_tokens: x}]", r"shapes\[0\].num_tokens must be a whole"),
         ("schema_version: 1\nshapes: [{num_tokens: true}]", "whole number, got True"),
         (f"schema_version: 1\nshapes: [{ROW}, {ROW}]", "distinct"),
+        (f"schema_version: 2\ncompiler_options: 3\nshapes: [{ROW}]", "compiler_options must be a"),
+        (f"schema_version: 2\ncompiler_options: {{a: []}}\nshapes: [{ROW}]", "options.a must be"),
         ("schema_version: 1\nshapes: []", "at least one shape"),
         ("schema_version: 1\nshapes: [7]", r"shapes\[0\] must be a mapping, got int"),
         ("- 1", "a plan file must be a mapping, got list"),

@@ -15,7 +15,7 @@ import jax
 
 from buckets.compile_cache import CompileCache, NotWarm
 from buckets.executable import ExecutableRecord
-from buckets.plan import Plan, default_plan
+from buckets.plan import Plan
 from tpu_engine.compile_store import open_store
 from tpu_engine.config import EngineConfig
 from tpu_engine.derive import derive, plan_limits, with_pages
@@ -28,6 +28,7 @@ from tpu_engine.models.loading import load_weights
 from tpu_engine.models.registry import family_of
 from tpu_engine.models.sharding import make_mesh
 from tpu_engine.models.weights_spec import expected_tensors
+from tpu_engine.plans import choose_plan
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.step_plan import Runner
 from tpu_engine.target import make_target, new_state
@@ -68,8 +69,8 @@ def build_engine(
 ) -> BuiltEngine:
     """Opens the model, loads weights, compiles every shape of the plan and freezes the cache.
 
-    `plan` None derives the default plan. Raises `InvalidConfig` or `InvalidModel` before anything
-    large is allocated.
+    `plan` None reads the one that is configured, or derives one. Raises `InvalidConfig` or
+    `InvalidModel` before anything large is allocated.
     """
     report = progress or _silent
     model = open_model(config.model)
@@ -84,7 +85,7 @@ def build_engine(
     config = with_pages(config, page_bytes, _kv_bytes(model, config))
     store = open_store(config)
     limits = plan_limits(config)
-    plan = default_plan(limits) if plan is None else plan
+    plan = choose_plan(config, limits) if plan is None else plan
     plan.validate(limits)
 
     target = make_target(config, model.config, plan, choice, num_token_ids, jax.devices())

@@ -38,6 +38,7 @@ class EngineConfig:
             if not given.
         tensor_parallel: devices on the `tensor` mesh axis.
         overlap: plan and dispatch step N+1 before the tokens of step N are read back.
+        plan: file with the shapes to compile and serve with; derived from the limits if not given.
         compile_cache: folder for compiled programs, or an address like gs://bucket/folder; an
             empty name keeps them in memory only. The commands take `~/.cache/tpu_engine` if not
             given.
@@ -60,6 +61,7 @@ class EngineConfig:
     max_chunk: int | None = None
     tensor_parallel: int = 1
     overlap: bool = True
+    plan: str | None = None
     compile_cache: str | None = None
     signing_key: str | None = None
     require_warm: bool = False

@@ -39,6 +39,7 @@ _IDLE_OPTIONS = (
     "max_waiting",
     "max_chunk",
     "overlap",
+    "plan",
     "compile_cache",
     "signing_key",
     "require_warm",
@@ -95,7 +96,7 @@ class StepTarget:
 
     def compiler_options(self, shape: StepShape) -> Mapping[str, str | int | float | bool]:
         """Options of the compiler for the program of `shape`."""
-        return self.program.compiler_options
+        return {**self.program.compiler_options, **self.plan.compiler_options(shape)}
 
     def trees(self, shape: StepShape) -> tuple[Any, Any]:
         """Structures of the step's `(args, kwargs)` and of its results."""

@@ -85,6 +85,44 @@ def open_model(path_or_name: str | Path) -> OpenedModel:
     return opened
 
 
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What decides a model's programs, without its weights.
+
+    Attributes:
+        num_token_ids: ids that may be sampled.
+        note: what had to be assumed, or "".
+    """
+
+    name: str
+    config: ModelConfig
+    num_token_ids: int
+    note: str = ""
+
+
+def describe_model(path_or_name: str | Path) -> ModelDescription:
+    """Reads a model's configuration; a directory needs no more than its `config.json`.
+
+    Without `tokenizer.json` every id of the vocabulary counts as one that may be sampled, and the
+    note says so. Raises `InvalidModel` like `open_model`.
+    """
+    path = Path(path_or_name).expanduser()
+    if not path.is_dir():
+        opened = open_model(path_or_name)
+        return ModelDescription(opened.name, opened.config, opened.tokenizer.vocab_size)
+    generation = _optional_json(path / "generation_config.json")
+    config = ModelConfig.from_hf(read_json_object(path / "config.json"), generation)
+    name, tokenizer_path = path.resolve().name, path / "tokenizer.json"
+    if tokenizer_path.is_file():
+        tokenizer = Tokenizer.from_json(_text(tokenizer_path), str(tokenizer_path))
+        return ModelDescription(name, config, tokenizer.vocab_size)
+    note = (
+        f"{tokenizer_path} is missing: assuming that all {config.vocab_size} ids have a text. "
+        "Programs differ where the tokenizer has fewer"
+    )
+    return ModelDescription(name, config, config.vocab_size, note)
+
+
 def generation_defaults(generation_config: Mapping[str, object]) -> GenerationDefaults:
     """Reads the sampling recommendations; `InvalidModel` naming a value that can't be one."""
     samples = generation_config.get("do_sample") is True
