@@ -1,27 +1,20 @@
-"""`Plan`: the set of compiled shapes an engine serves with, its limits, checks and file format.
+"""`Plan`: the set of compiled shapes an engine serves with, its limits and checks.
 
-Owns which shapes exist and which one covers a given step. Doesn't know what a shape costs, how
-it is compiled, or anything of requests, pages in use and devices.
+Owns which shapes exist, which one covers a given step, and what the compiler is told for each.
+Doesn't know what a shape costs, how it is compiled or written to a file (`plan_file.py`), or
+anything of requests, pages in use and devices.
 """
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from functools import cached_property
-from typing import cast
-
-import yaml
 
 from buckets.shape import StepShape
 
-# Version 1 had no compiler options. A reader takes its own and older versions, refuses newer ones.
-SCHEMA_VERSION = 2
 MAX_DEFAULT_SHAPES = 24
 _LADDER_GROWTHS = ((2, 4), (4, 4), (4, 8), (8, 16), (16, 64), (64, 1024))
-_SHAPE_KEYS = tuple(f.name for f in fields(StepShape))
-_FILE_KEYS = ("schema_version", "compiler_options", "shapes")
 
 Option = str | int | float | bool
 Options = Mapping[str, Option]
@@ -162,51 +155,6 @@ def purpose(shape: StepShape) -> str:
     return "prefill" if shape.num_seqs == 1 else "mixed"
 
 
-def plan_to_yaml(plan: Plan) -> str:
-    """The plan as a small file that a person can edit."""
-    shapes: list[dict[str, object]] = []
-    for shape in plan.shapes:
-        entry: dict[str, object] = asdict(shape)
-        if shape in plan.shape_options:
-            entry["compiler_options"] = dict(plan.shape_options[shape])
-        shapes.append(entry)
-    content: dict[str, object] = {"schema_version": SCHEMA_VERSION}
-    if plan.options:
-        content["compiler_options"] = dict(plan.options)
-    content["shapes"] = shapes
-    # The stub of safe_dump has one parameter without a type.
-    return yaml.safe_dump(content, sort_keys=False)  # pyright: ignore[reportUnknownMemberType]
-
-
-def plan_from_yaml(text: str) -> Plan:
-    """Reads `plan_to_yaml`'s format; raises `InvalidPlan` naming the key or line that is wrong."""
-    try:
-        content: object = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise InvalidPlan(f"a plan file must be YAML: {error}") from error
-    top = _mapping(content, "a plan file", _FILE_KEYS)
-    version = top.get("schema_version")
-    if not isinstance(version, int) or not 1 <= version <= SCHEMA_VERSION:
-        raise InvalidPlan(
-            f"schema_version must be 1 to {SCHEMA_VERSION}, got {version!r} "
-            "(a newer release may have written this file)"
-        )
-    entries = top.get("shapes")
-    if not isinstance(entries, list):
-        raise InvalidPlan(f"shapes must be a list, got {entries!r}")
-    shape_options: dict[StepShape, Options] = {}
-    shapes: list[StepShape] = []
-    for i, entry in enumerate(cast("list[object]", entries)):
-        shape, options = _shape(entry, i)
-        shapes.append(shape)
-        if options:
-            shape_options[shape] = options
-    if len(set(shapes)) != len(shapes):
-        raise InvalidPlan("shapes must be distinct")
-    common = _options(top.get("compiler_options"), "compiler_options")
-    return Plan(tuple(sorted(shapes)), common, shape_options)
-
-
 def _check_shape(shape: StepShape) -> None:
     for name in ("num_tokens", "num_seqs", "pages_per_seq", "num_logit_rows"):
         if getattr(shape, name) < 1:
@@ -232,43 +180,3 @@ def _ladder(first: int, top: int, growth: int) -> list[int]:
         rungs.append(rung)
         rung *= growth
     return [*rungs, top]
-
-
-def _shape(entry: object, index: int) -> tuple[StepShape, Options]:
-    where = f"shapes[{index}]"
-    given = _mapping(entry, where, (*_SHAPE_KEYS, "compiler_options"))
-    numbers: dict[str, int] = {}
-    for key in _SHAPE_KEYS[:4]:
-        value = given.get(key)
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise InvalidPlan(f"{where}.{key} must be a whole number, got {value!r}")
-        numbers[key] = value
-    variant = given.get("variant", "full")
-    if not isinstance(variant, str):
-        raise InvalidPlan(f"{where}.variant must be text, got {variant!r}")
-    options = _options(given.get("compiler_options"), f"{where}.compiler_options")
-    return StepShape(**numbers, variant=variant), options
-
-
-def _options(given: object, where: str) -> Options:
-    if given is None:
-        return {}
-    if not isinstance(given, dict):
-        raise InvalidPlan(f"{where} must be a mapping, got {given!r}")
-    options: dict[str, Option] = {}
-    for name, value in cast("dict[object, object]", given).items():
-        if not isinstance(name, str) or not isinstance(value, str | int | float | bool):
-            raise InvalidPlan(f"{where}.{name} must be text, a number or a truth value")
-        options[name] = value
-    return options
-
-
-def _mapping(content: object, where: str, known: tuple[str, ...]) -> Mapping[str, object]:
-    if not isinstance(content, dict):
-        raise InvalidPlan(f"{where} must be a mapping, got {type(content).__name__}")
-    mapping = cast("dict[object, object]", content)
-    for key in mapping:
-        if key not in known:
-            near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
-            raise InvalidPlan(f"{where} has the unknown key {key!r}; nearest known: {near[0]}")
-    return cast("Mapping[str, object]", mapping)

@@ -12,7 +12,7 @@ import pytest
 HOST_SIDE = (
     "buckets.cache_store",
     "buckets.executable_facts",
-    "buckets.plan",
+    "buckets.plan_file",
     "buckets.shape",
     "tpu_engine",
     "tpu_engine.config",

@@ -10,10 +10,9 @@ from buckets.plan import (
     Plan,
     PlanLimits,
     default_plan,
-    plan_from_yaml,
-    plan_to_yaml,
     purpose,
 )
+from buckets.plan_file import plan_from_yaml, plan_to_yaml
 from buckets.shape import StepShape
 
 
@@ -176,6 +175,8 @@ ROW = "{num_tokens: 1, num_seqs: 1, pages_per_seq: 1, num_logit_rows: 1}"
     [
         ("schema_version: 3\nshapes: []", "schema_version must be 1 to 2, got 3 .a newer release"),
         (f"shapes: [{ROW}]", "schema_version must be 1 to 2, got None"),
+        (f"schema_version: true\nshapes: [{ROW}]", "schema_version must be 1 to 2, got True"),
+        (f"schema_version: 1\ncompiler_options: {{}}\nshapes: [{ROW}]", "'compiler_options'"),
         ("schema_version: 1\nshape: []", "unknown key 'shape'; nearest known: shapes"),
         ("schema_version: 1\nshapes: 3", "shapes must be a list, got 3"),
         ("schema_version: 1\nshapes: [{num_token: 1}]", "'num_token'; nearest known: num_tokens"),

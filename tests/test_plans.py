@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from buckets.plan import Plan, PlanLimits, default_plan, plan_to_yaml
+from buckets.plan import Plan, PlanLimits, default_plan
+from buckets.plan_file import plan_to_yaml
 from buckets.shape import StepShape
 from tpu_engine.config import EngineConfig
 from tpu_engine.errors import InvalidConfig
