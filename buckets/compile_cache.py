@@ -15,6 +15,7 @@ import jax
 
 from buckets.cache_store import CacheStore
 from buckets.executable import ExecutableRecord, ExecutableSource, Programs
+from buckets.executable_facts import ExecutableFacts
 from buckets.shape import StepShape
 
 
@@ -76,6 +77,10 @@ class CompileCache:
     def warm_shapes(self) -> frozenset[StepShape]:
         with self._lock:
             return frozenset(self._executables)
+
+    def stored_facts(self, shapes: Iterable[StepShape]) -> dict[StepShape, ExecutableFacts]:
+        """What is known of these shapes from the store, without lowering or loading anything."""
+        return self._source.stored_facts(shapes)
 
     def build(self, shapes: Iterable[StepShape]) -> Iterator[ExecutableRecord]:
         """Loads or compiles every shape that has no executable yet, yielding a record for each.

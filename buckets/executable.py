@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol, cast
 
@@ -16,7 +16,7 @@ import jax
 from jax.experimental import serialize_executable
 
 from buckets.cache_key import CacheKey
-from buckets.cache_store import CacheStore, Rejected
+from buckets.cache_store import CacheStore, Rejected, Stored
 from buckets.executable_facts import ExecutableFacts, facts_of
 from buckets.program_key import CompilerOptions, cache_key, program_fingerprint
 from buckets.shape import StepShape
@@ -87,12 +87,19 @@ class ExecutableSource:
         """The key under which `shape` is stored by a machine like this one."""
         return self._want(shape).key
 
-    def is_stored(self, shape: StepShape) -> bool:
-        """Whether the store holds a whole entry for `shape`; a damaged one is set aside."""
+    def stored_facts(self, shapes: Iterable[StepShape]) -> dict[StepShape, ExecutableFacts]:
+        """The facts of those shapes whose recipe is known and whose entry is listed."""
         if self._store is None:
-            return False
-        found = self._store.read(self.key(shape).digest())
-        return found is not None and not isinstance(found, Rejected)
+            return {}
+        listed = self._store.entries()
+        found: dict[StepShape, ExecutableFacts] = {}
+        for shape in shapes:
+            key = self._known_key(self._recipe(shape))
+            entry = None if key is None else listed.get(key.digest())
+            facts = None if entry is None else ExecutableFacts.from_json(entry.facts)
+            if facts is not None:
+                found[shape] = facts
+        return found
 
     def load(self, shape: StepShape) -> tuple[jax.stages.Compiled | None, ExecutableRecord]:
         """The stored executable, or None and, in the record's note, why there is none."""
@@ -115,19 +122,30 @@ class ExecutableSource:
         record = ExecutableRecord(shape, "compiled", time.monotonic() - started, note, facts)
         return compiled, record
 
-    def compile_only(self, shape: StepShape) -> ExecutableRecord:
-        """Compiles and stores, whatever is stored already; needs no device that can run it."""
+    def compile_missing(self, shape: StepShape) -> tuple[ExecutableRecord, bool]:
+        """Compiles and stores what the store lacks; needs no device that can run it.
+
+        Returns the record, and whether something was compiled.
+        """
         started = time.monotonic()
-        _, facts, note = self._compile(self._want(shape))
-        return ExecutableRecord(shape, "compiled", time.monotonic() - started, note, facts)
+        wanted = self._want(shape)
+        found = None if self._store is None else self._store.read(wanted.key.digest())
+        if isinstance(found, Stored):
+            facts = ExecutableFacts.from_json(found.facts)
+            seconds = time.monotonic() - started
+            return ExecutableRecord(shape, "loaded", seconds, "", facts), False
+        note = "" if found is None else found.reason
+        _, facts, stored = self._compile(wanted)
+        note = "; ".join(filter(None, (note, stored)))
+        seconds = time.monotonic() - started
+        return ExecutableRecord(shape, "compiled", seconds, note, facts), True
 
     def _want(self, shape: StepShape) -> _Wanted:
         """The key of a shape: by its recipe where that is known, else by lowering."""
-        recipe = self._key(shape, f"recipe {self._programs.recipe(shape)}")
-        known = None if self._store is None else self._store.get_record(RECIPE, recipe.digest())
-        fingerprint = None if known is None else known.get("program")
-        if isinstance(fingerprint, str):
-            return _Wanted(shape, replace(recipe, program=fingerprint), None, 0.0)
+        recipe = self._recipe(shape)
+        known = self._known_key(recipe)
+        if known is not None:
+            return _Wanted(shape, known, None, 0.0)
         started = time.monotonic()
         lowered = self._programs.lower(shape)
         lower_s = time.monotonic() - started
@@ -135,6 +153,15 @@ class ExecutableSource:
         if self._store is not None:
             self._store.put_record(RECIPE, recipe.digest(), {"program": fingerprint})
         return _Wanted(shape, replace(recipe, program=fingerprint), lowered, lower_s)
+
+    def _recipe(self, shape: StepShape) -> CacheKey:
+        """A key that holds the recipe where the program's fingerprint belongs."""
+        return self._key(shape, f"recipe {self._programs.recipe(shape)}")
+
+    def _known_key(self, recipe: CacheKey) -> CacheKey | None:
+        known = None if self._store is None else self._store.get_record(RECIPE, recipe.digest())
+        fingerprint = None if known is None else known.get("program")
+        return replace(recipe, program=fingerprint) if isinstance(fingerprint, str) else None
 
     def _key(self, shape: StepShape, program: str) -> CacheKey:
         programs = self._programs

@@ -8,6 +8,7 @@ Loads no JAX.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 LANES = 128  # columns of a vector register
@@ -22,6 +23,8 @@ class Chip:
         name: as people type it ("v6e").
         device_kind: as JAX's devices say it ("TPU v6 lite").
         topology: a small topology whose compiler targets this chip.
+        hbm_bytes: memory of one device as JAX shows it: a whole v4, v5e, v5p or v6e chip, one of
+            the two cores of a tpu7x chip (192 GiB a chip).
         hbm_bytes_per_s, bf16_flops: peaks of one core.
         vmem_bytes, smem_bytes: on-chip memories of one core.
         num_mxus, mxu_side: matrix units and their width.
@@ -32,6 +35,7 @@ class Chip:
     name: str
     device_kind: str
     topology: str
+    hbm_bytes: int
     hbm_bytes_per_s: float
     bf16_flops: float
     vmem_bytes: int
@@ -57,60 +61,88 @@ class Chip:
 
 
 _MIB = 1 << 20
+_GIB = 1 << 30
 
-CHIPS: dict[str, Chip] = {
-    chip.name: chip
-    for chip in (
-        Chip(
-            "v4", "TPU v4", "v4:2x2x1", 0.615e12, 137.5e12, 16 * _MIB, _MIB, 4, 128, 1, False, False
-        ),
-        Chip(
-            "v5e",
-            "TPU v5 lite",
-            "v5e:2x2",
-            0.82e12,
-            197e12,
-            128 * _MIB,
-            _MIB,
-            4,
-            128,
-            1,
-            True,
-            False,
-        ),
-        Chip(
-            "v5p", "TPU v5", "v5p:2x2x1", 1.23e12, 229.5e12, 64 * _MIB, _MIB, 4, 128, 1, True, False
-        ),
-        Chip(
-            "v6e",
-            "TPU v6 lite",
-            "v6e:2x2",
-            1.64e12,
-            920e12,
-            128 * _MIB,
-            _MIB,
-            2,
-            256,
-            2,
-            True,
-            True,
-        ),
-        Chip(
-            "tpu7x",
-            "TPU7x",
-            "tpu7x:2x2x1",
-            3.70e12,
-            1155e12,
-            64 * _MIB,
-            _MIB,
-            2,
-            256,
-            2,
-            False,
-            True,
-        ),
+
+def _chips() -> Iterator[Chip]:
+    yield Chip(
+        name="v4",
+        device_kind="TPU v4",
+        topology="v4:2x2x1",
+        hbm_bytes=32 * _GIB,
+        hbm_bytes_per_s=0.615e12,
+        bf16_flops=137.5e12,
+        vmem_bytes=16 * _MIB,
+        smem_bytes=_MIB,
+        num_mxus=4,
+        mxu_side=128,
+        rows_per_cycle=1,
+        has_int8=False,
+        has_fp8=False,
     )
-}
+    yield Chip(
+        name="v5e",
+        device_kind="TPU v5 lite",
+        topology="v5e:2x2",
+        hbm_bytes=16 * _GIB,
+        hbm_bytes_per_s=0.82e12,
+        bf16_flops=197e12,
+        vmem_bytes=128 * _MIB,
+        smem_bytes=_MIB,
+        num_mxus=4,
+        mxu_side=128,
+        rows_per_cycle=1,
+        has_int8=True,
+        has_fp8=False,
+    )
+    yield Chip(
+        name="v5p",
+        device_kind="TPU v5",
+        topology="v5p:2x2x1",
+        hbm_bytes=95 * _GIB,
+        hbm_bytes_per_s=1.23e12,
+        bf16_flops=229.5e12,
+        vmem_bytes=64 * _MIB,
+        smem_bytes=_MIB,
+        num_mxus=4,
+        mxu_side=128,
+        rows_per_cycle=1,
+        has_int8=True,
+        has_fp8=False,
+    )
+    yield Chip(
+        name="v6e",
+        device_kind="TPU v6 lite",
+        topology="v6e:2x2",
+        hbm_bytes=32 * _GIB,
+        hbm_bytes_per_s=1.64e12,
+        bf16_flops=920e12,
+        vmem_bytes=128 * _MIB,
+        smem_bytes=_MIB,
+        num_mxus=2,
+        mxu_side=256,
+        rows_per_cycle=2,
+        has_int8=True,
+        has_fp8=True,
+    )
+    yield Chip(
+        name="tpu7x",
+        device_kind="TPU7x",
+        topology="tpu7x:2x2x1",
+        hbm_bytes=96 * _GIB,
+        hbm_bytes_per_s=3.70e12,
+        bf16_flops=1155e12,
+        vmem_bytes=64 * _MIB,
+        smem_bytes=_MIB,
+        num_mxus=2,
+        mxu_side=256,
+        rows_per_cycle=2,
+        has_int8=False,
+        has_fp8=True,
+    )
+
+
+CHIPS: dict[str, Chip] = {chip.name: chip for chip in _chips()}
 
 
 def chip_named(name: str) -> Chip:

@@ -234,8 +234,10 @@ def test_a_warm_up_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     with monkeypatch.context() as patch:
         patch.setattr(executable, "load_executable", None)
         source = ExecutableSource(SmallPrograms(), CacheStore(tmp_path))
-        assert not source.is_stored(SHAPES[0])
-        assert source.compile_only(SHAPES[0]).source == "compiled"
-        assert source.is_stored(SHAPES[0])
+        assert source.stored_facts(SHAPES) == {}
+        record, is_new = source.compile_missing(SHAPES[0])
+        assert (record.source, is_new) == ("compiled", True)
+        assert source.compile_missing(SHAPES[0])[1] is False
+        assert source.stored_facts(SHAPES) == {SHAPES[0]: record.facts}
     cache = CompileCache(SmallPrograms(), CacheStore(tmp_path))
     assert [record.source for record in cache.build(SHAPES)] == ["loaded", "compiled"]

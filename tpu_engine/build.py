@@ -6,8 +6,6 @@ each part checks its own input.
 
 from __future__ import annotations
 
-import math
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,25 +16,19 @@ from buckets.executable import ExecutableRecord
 from buckets.plan import Plan
 from tpu_engine.compile_store import open_store
 from tpu_engine.config import EngineConfig
-from tpu_engine.derive import derive, plan_limits, with_pages
 from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.errors import InvalidConfig
-from tpu_engine.kernel_choice import choose_kernels
 from tpu_engine.kv_pages import PagePool
 from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
 from tpu_engine.models.registry import family_of
-from tpu_engine.models.sharding import make_mesh
 from tpu_engine.models.weights_spec import expected_tensors
-from tpu_engine.plans import choose_plan
+from tpu_engine.prepare import memory_plan_of, prepare, require_memory
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.step_plan import Runner
-from tpu_engine.target import make_target, new_state
+from tpu_engine.target import new_state
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
-
-CPU_KV_SHARE = 0.1  # of the machine's memory
-TPU_KV_SHARE = 0.85  # of what is free before the weights, less the weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,37 +69,32 @@ def build_engine(
     family = family_of(model.config)
     specs = family.weight_specs(model.config)
     check_tensors(model.source, expected_tensors(specs, model.config.num_layers))
-    mesh = make_mesh(config.tensor_parallel)
-    config = derive(config, model.config, jax.devices()[0].platform)
-    num_token_ids = model.tokenizer.vocab_size
-    choice = choose_kernels(config, model.config, num_token_ids, jax.devices()[0].device_kind)
-    page_bytes = choice.layout.page_bytes(model.config.num_layers)
-    config = with_pages(config, page_bytes, _kv_bytes(model, config))
     store = open_store(config)
-    limits = plan_limits(config)
-    plan = choose_plan(config, limits) if plan is None else plan
-    plan.validate(limits)
+    target = prepare(config, model.config, model.tokenizer.vocab_size, jax.devices(), plan)
+    config = target.config
+    executables = CompileCache(target, store, require_warm=config.require_warm)
+    facts = executables.stored_facts(target.plan.shapes)
+    require_memory(memory_plan_of(target, facts), target.devices[0])
 
-    target = make_target(config, model.config, plan, choice, num_token_ids, jax.devices())
     weights = load_weights(
         target.weights,
         specs,
         model.source,
-        mesh,
+        target.mesh,
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
     state = new_state(target)
-    executables = CompileCache(target, store, require_warm=config.require_warm)
-    _build_all(executables, plan, report)
+    _build_all(executables, target.plan, report)
 
     runner = ModelRunner(weights, state, executables)
 
     def compile_count() -> int:
         return executables.compile_count
 
-    loop = new_loop(config, plan, runner, compile_count)
-    report(Progress("ready", 1, 1, f"{len(plan.shapes)} shapes, {config.num_pages} pages"))
-    return BuiltEngine(loop, runner, model, config, plan, compile_count)
+    loop = new_loop(config, target.plan, runner, compile_count)
+    ready = f"{len(target.plan.shapes)} shapes, {config.num_pages} pages"
+    report(Progress("ready", 1, 1, ready))
+    return BuiltEngine(loop, runner, model, config, target.plan, compile_count)
 
 
 def new_loop(
@@ -137,20 +124,6 @@ def _build_all(executables: CompileCache, plan: Plan, report: OnProgress) -> Non
         limit = "a cache that holds every program (tpu-engine warmup fills one)"
         raise InvalidConfig("require_warm", limit, str(error)) from error
     executables.freeze()
-
-
-def _kv_bytes(model: OpenedModel, config: EngineConfig) -> int:
-    """Memory left for KV pages: a share of the host's on CPU, of the devices' otherwise."""
-    device = jax.devices()[0]
-    if device.platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return int(memory * CPU_KV_SHARE)
-    stats = device.memory_stats() or {}
-    free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
-    itemsize = 1 if config.quantize == "int8" else 2
-    weights = sum(math.prod(model.source.shape(name)) for name in model.source.names()) * itemsize
-    per_device = free - weights // config.tensor_parallel
-    return int(per_device * TPU_KV_SHARE) * config.tensor_parallel
 
 
 def _summary(record: ExecutableRecord) -> str:

@@ -37,6 +37,7 @@ class EngineConfig:
         max_chunk: largest prefill chunk of one request in one step; as large as the step
             if not given.
         tensor_parallel: devices on the `tensor` mesh axis.
+        hbm_reserve: share of a device's memory left to its runtime and to fragmentation.
         overlap: plan and dispatch step N+1 before the tokens of step N are read back.
         plan: file with the shapes to compile and serve with; derived from the limits if not given.
         compile_cache: folder for compiled programs, or an address like gs://bucket/folder; an
@@ -60,6 +61,7 @@ class EngineConfig:
     max_waiting: int = 1024
     max_chunk: int | None = None
     tensor_parallel: int = 1
+    hbm_reserve: float = 0.08
     overlap: bool = True
     plan: str | None = None
     compile_cache: str | None = None
@@ -71,6 +73,8 @@ class EngineConfig:
         _one_of("kv_dtype", self.kv_dtype, KV_DTYPES)
         _one_of("quantize", self.quantize, QUANTIZATIONS)
         _one_of("attention", self.attention, ATTENTIONS)
+        if not 0 <= self.hbm_reserve < 0.9:
+            raise InvalidConfig("hbm_reserve", "from 0 to 0.9", self.hbm_reserve)
         if self.require_warm and self.compile_cache == "":
             raise InvalidConfig("require_warm", "off where no compile_cache is kept", True)
         if self.page_size not in (8, 16, 32, 64, 128, 256):

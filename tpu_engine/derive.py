@@ -47,17 +47,17 @@ def derive(config: EngineConfig, model: ModelConfig, platform: str) -> EngineCon
 def with_pages(config: EngineConfig, page_bytes: int, kv_bytes: int) -> EngineConfig:
     """Fills in `num_pages`: enough for every slot at full length, or what fits in `kv_bytes`.
 
-    `page_bytes` counts all layers and devices; the null page comes on top. Raises `InvalidConfig`
-    where not even one request of `max_model_len` fits.
+    `page_bytes` and `kv_bytes` are of one device; the null page counts too. Raises
+    `InvalidConfig` where not even one request of `max_model_len` fits.
     """
     longest = pages_per_seq(config)
     if config.num_pages is not None:
         num_pages = config.num_pages
         limit = f"at least {longest + 1} (one request of max_model_len, and the null page)"
     else:
-        fits = kv_bytes // page_bytes
-        num_pages = min(config.max_num_seqs * longest, fits) + 1
-        limit = f"lower: one request needs {longest} pages and {fits} fit in memory"
+        fits = max(kv_bytes // page_bytes, 0)
+        num_pages = min(config.max_num_seqs * longest + 1, fits)
+        limit = f"lower: one request needs {longest + 1} pages and {fits} fit in memory"
         if num_pages < longest + 1:
             raise InvalidConfig("max_model_len", limit, config.max_model_len)
     if num_pages < longest + 1:

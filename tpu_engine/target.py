@@ -27,7 +27,7 @@ from kernels.attention.cache_layout import KV_HEAD_AXIS, KvLayout
 from tpu_engine.config import EngineConfig
 from tpu_engine.kernel_choice import KernelChoice
 from tpu_engine.models.config import ModelConfig
-from tpu_engine.models.registry import Family, family_of
+from tpu_engine.models.registry import family_of
 from tpu_engine.models.sharding import TENSOR, make_mesh, sharding
 from tpu_engine.models.weights_spec import WeightSpec
 from tpu_engine.step_inputs import InputLayout
@@ -127,7 +127,7 @@ def make_target(
 ) -> StepTarget:
     """The target of a derived configuration; refuses a mesh that doesn't divide the model."""
     mesh = make_mesh(config.tensor_parallel, list(devices))
-    graph, abstract = abstract_model(family_of(model), model, config)
+    graph, _ = abstract_model(model, config)
     return StepTarget(
         config=config,
         model=model,
@@ -136,7 +136,7 @@ def make_target(
         choice=choice,
         num_token_ids=num_token_ids,
         program=StepProgram(graph, mesh, choice, num_token_ids),
-        weights=_placed(abstract, mesh),
+        weights=placed_weights(config, model, mesh),
         state=_abstract_state(config, model, mesh, choice.layout),
     )
 
@@ -153,11 +153,11 @@ def source_digest() -> str:
     return digest.hexdigest()
 
 
-def abstract_model(
-    family: Family, model: ModelConfig, config: EngineConfig
-) -> tuple[nnx.GraphDef, nnx.State]:
+def abstract_model(model: ModelConfig, config: EngineConfig) -> tuple[nnx.GraphDef, nnx.State]:
     """The model's static half, and its weights without values or places."""
-    build = partial(family.build, model, jnp.dtype(config.dtype), config.quantize == "int8")
+    build = partial(
+        family_of(model).build, model, jnp.dtype(config.dtype), config.quantize == "int8"
+    )
     return nnx.split(nnx.eval_shape(build))
 
 
@@ -168,7 +168,10 @@ def new_state(target: StepTarget) -> StepState:
     )
 
 
-def _placed(abstract: nnx.State, mesh: Mesh) -> nnx.State:
+def placed_weights(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> nnx.State:
+    """Abstract weights with their shardings; refuses a mesh that doesn't divide the model."""
+    _, abstract = abstract_model(model, config)
+
     def placed(variable: Any) -> Any:
         value = variable.get_value()
         place = sharding(mesh, variable.get_metadata()["logical_axes"], value.shape)
