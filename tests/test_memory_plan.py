@@ -80,7 +80,7 @@ def test_more_pages_than_fit_are_refused_with_what_does_fit() -> None:
 
 def test_advice_for_too_little_memory() -> None:
     pages = replace(CONFIG, num_pages=8192)
-    tight = planned(pages, replace(NEEDS, capacity_bytes=7 * GIB, weight_bytes=5450 << 20))
+    tight = planned(pages, replace(NEEDS, capacity_bytes=7 * GIB, weight_bytes=4980 << 20))
     assert "lower max_model_len to" in tight.advice
     full = planned(pages, replace(NEEDS, weight_bytes=17 * GIB))
     assert "leave no room" in full.advice
