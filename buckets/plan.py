@@ -10,10 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cached_property
+from itertools import pairwise
 
 from buckets.shape import StepShape
 
 MAX_DEFAULT_SHAPES = 24
+# Rows between two decode shapes that are worth a shape more.
+_WIDE_GAP = 32
 _LADDER_GROWTHS = ((2, 4), (4, 4), (4, 8), (8, 16), (16, 64), (64, 1024))
 
 Option = str | int | float | bool
@@ -139,12 +142,13 @@ def default_plan(limits: PlanLimits, max_shapes: int = MAX_DEFAULT_SHAPES) -> Pl
     """A plan from two short geometric ladders, decode-only shapes and mixed shapes.
 
     Decode-only shapes have one token per row. Mixed shapes cross a token ladder with few, some
-    and all rows. The ladders get coarser until at most `max_shapes` shapes are left.
+    and all rows. The ladders get coarser until at most `max_shapes` shapes are left; what is left
+    over goes to decode shapes in the middle of the widest gaps.
     """
     for seq_growth, token_growth in _LADDER_GROWTHS:
         shapes = _cross(limits, seq_growth, token_growth)
         if len(shapes) <= max_shapes:
-            return Plan.of(shapes)
+            return Plan.of(shapes | _between(limits, seq_growth, max_shapes - len(shapes)))
     raise InvalidPlan(f"no default plan of at most {max_shapes} shapes covers {limits}")
 
 
@@ -170,6 +174,14 @@ def _cross(limits: PlanLimits, seq_growth: int, token_growth: int) -> set[StepSh
         rows = {1, min(8, top_seqs), top_seqs}
         pairs |= {(tokens, seqs) for seqs in rows if seqs <= tokens}
     return {StepShape(t, b, limits.pages_per_seq, b) for t, b in pairs}
+
+
+def _between(limits: PlanLimits, seq_growth: int, count: int) -> set[StepShape]:
+    """At most `count` decode shapes between rungs that are far apart, the widest gaps first."""
+    rungs = _ladder(1, limits.max_num_seqs, seq_growth)
+    gaps = sorted(pairwise(rungs), key=lambda gap: gap[0] - gap[1])
+    middles = [(low + high) // 2 for low, high in gaps if high - low >= _WIDE_GAP]
+    return {StepShape(n, n, limits.pages_per_seq, n) for n in middles[:count]}
 
 
 def _ladder(first: int, top: int, growth: int) -> list[int]:
