@@ -56,6 +56,7 @@ class CompileCache:
         self._lock = threading.Lock()
         self._executables: dict[StepShape, jax.stages.Compiled] = {}
         self._records: list[ExecutableRecord] = []
+        self._released: set[StepShape] = set()
         # None before `freeze`: anything may be built.
         self._planned: frozenset[StepShape] | None = None
 
@@ -127,11 +128,20 @@ class CompileCache:
         except KeyError:
             raise MissingExecutable(shape) from None
 
+    def why_missing(self, shape: StepShape) -> str:
+        """How it came about that `get` has nothing for `shape`."""
+        if shape in self._released:
+            return "released: no plan had it any more"
+        if self._planned is not None and shape not in self._planned:
+            return "not in the plan"
+        return "in the plan, but not warm: not built yet, or it failed"
+
     def release(self, shapes: Iterable[StepShape]) -> None:
         """Lets executables go: their shapes are missing from now on."""
         with self._lock:
             for shape in shapes:
-                self._executables.pop(shape, None)
+                if self._executables.pop(shape, None) is not None:
+                    self._released.add(shape)
 
     def _obtain(self, shape: StepShape) -> ExecutableRecord:
         return self._keep(shape, *self._source.obtain(shape))
@@ -152,5 +162,6 @@ class CompileCache:
     ) -> ExecutableRecord:
         with self._lock:
             self._executables[shape] = compiled
+            self._released.discard(shape)
             self._records.append(record)
         return record

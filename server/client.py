@@ -62,6 +62,12 @@ class EngineClient:
         request = pb.GetServerStatusRequest()
         return await self._unary("GetServerStatus", request, pb.GetServerStatusResponse.FromString)
 
+    async def swap_plan(self, plan_yaml: str) -> int:
+        """Starts the change to another plan; returns how many shapes have to be warmed."""
+        request = pb.SwapPlanRequest(plan_yaml=plan_yaml)
+        reply = await self._unary("SwapPlan", request, pb.SwapPlanResponse.FromString)
+        return reply.shapes_to_warm
+
     async def cancel(self, request_id: int) -> bool:
         """Ends a request; False where no open one has that id."""
         request = pb.CancelRequest(request_id=request_id)

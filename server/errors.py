@@ -12,7 +12,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 
-from tpu_engine.errors import InvalidRequest, Overloaded
+from tpu_engine.errors import EngineError, InvalidRequest, Overloaded
+from tpu_engine.live_plan import SwapRefused
 from tpu_engine.request import Finish, FinishReason
 from tpu_engine.step_thread import NotServing
 
@@ -30,11 +31,17 @@ class NotReady(NotServing):
         super().__init__(message)
 
 
+class NotAllowed(EngineError):
+    """A call that this server was not started for; says which option allows it."""
+
+
 # The first class that fits wins; every other error is a fault of ours.
 EXCEPTION_CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (InvalidRequest, grpc.StatusCode.INVALID_ARGUMENT),
     (Overloaded, grpc.StatusCode.RESOURCE_EXHAUSTED),
     (NotServing, grpc.StatusCode.UNAVAILABLE),
+    (SwapRefused, grpc.StatusCode.FAILED_PRECONDITION),
+    (NotAllowed, grpc.StatusCode.PERMISSION_DENIED),
 )
 
 FINISH_CODES = {

@@ -7,7 +7,7 @@ server consists of is handed in. Belongs to the event loop. Knows no engine inte
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,9 +18,13 @@ from server.proto import SERVICE
 from server.proto.tpu_engine.v1 import engine_pb2 as pb
 from server.streams import Streams
 from tpu_engine.front import Intake
+from tpu_engine.live_plan import LivePlan
+from tpu_engine.misses import MissLog
 from tpu_engine.step_thread import StepThread
 
 RETRY_AFTER_S = 2.0
+# However long the start-up may take, look again after a minute.
+MAX_RETRY_AFTER_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +35,9 @@ class Serving:
     steps: StepThread
     streams: Streams
     info: pb.GetModelInfoResponse
+    live: LivePlan
+    misses: MissLog
+    swap_plan: Callable[[str], Awaitable[int]]
 
 
 class Lifecycle:
@@ -55,14 +62,14 @@ class Lifecycle:
         if self.serving is not None and self.state == pb.SERVER_STATE_READY:
             return self.serving
         if self.state == pb.SERVER_STATE_STARTING:
-            raise NotReady(f"the server is starting: {self._where()}", RETRY_AFTER_S)
+            raise NotReady(f"the server is starting: {self._where()}", self._retry_after_s())
         if self.state == pb.SERVER_STATE_FAILED:
             raise NotReady(f"the server failed: {self._failure}")
         raise NotReady("the server is shutting down")
 
-    def report(self, phase: str, done: int, total: int, detail: str) -> None:
+    def report(self, progress: pb.Progress) -> None:
         """Takes note of start-up progress."""
-        self.progress = pb.Progress(phase=phase, done=done, total=total, detail=detail)
+        self.progress = progress
 
     async def announce_starting(self) -> None:
         await self._answer(serving=False)
@@ -89,5 +96,18 @@ class Lifecycle:
 
     def _where(self) -> str:
         progress = self.progress
-        count = f" {progress.done}/{progress.total}" if progress.total else ""
-        return f"{progress.phase}{count} {progress.detail}".rstrip()
+        text = progress.phase
+        if progress.total:
+            text += f" {progress.done}/{progress.total}"
+        if progress.detail:
+            text += f" {progress.detail}"
+        if progress.current:
+            text += f", now {progress.current}"
+        if progress.HasField("seconds_left"):
+            text += f", about {progress.seconds_left:.0f} s left"
+        return text
+
+    def _retry_after_s(self) -> float:
+        if not self.progress.HasField("seconds_left"):
+            return RETRY_AFTER_S
+        return min(max(self.progress.seconds_left, RETRY_AFTER_S), MAX_RETRY_AFTER_S)

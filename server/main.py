@@ -7,19 +7,22 @@ status calls are answered meanwhile. Everything it wires is made elsewhere.
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Literal, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
-from server.errors import SHUTDOWN
+from server import messages
+from server.errors import SHUTDOWN, NotAllowed
 from server.lifecycle import Lifecycle, Serving
 from server.options import ServerOptions
 from server.proto import SERVICE
@@ -31,11 +34,15 @@ from tpu_engine.config import EngineConfig
 from tpu_engine.errors import InvalidConfig
 from tpu_engine.front import Intake
 from tpu_engine.front_engine import build_real_engine, open_intake
+from tpu_engine.live_plan import LivePlan
 from tpu_engine.step_thread import StepThread
 
 if TYPE_CHECKING:
     from tpu_engine.build import BuiltEngine, Progress
 
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
 Report = Callable[["Progress"], None]
 Build = Callable[[EngineConfig, Report], "BuiltEngine"]
 
@@ -70,9 +77,11 @@ class Server:
         self.failed = asyncio.Event()
         self.failure = ""
         self._failing: asyncio.Task[None] | None = None
+        self._changing: asyncio.Task[None] | None = None
+        self._live: LivePlan | None = None
         self._config = config
         self._options = options
-        self._build = build or build_real_engine
+        self._build = build or partial(build_real_engine, partial=options.serve_partial)
         self._report = report
         self._clock = clock
         self._grpc = grpc.aio.server(options=GRPC_OPTIONS)
@@ -103,17 +112,13 @@ class Server:
         loop = asyncio.get_running_loop()
 
         def report(progress: Progress) -> None:
-            loop.call_soon_threadsafe(
-                self.lifecycle.report,
-                progress.phase,
-                progress.done,
-                progress.total,
-                progress.detail,
-            )
+            loop.call_soon_threadsafe(self.lifecycle.report, messages.progress(progress))
             if self._report is not None:
                 self._report(progress)
 
-        built = await _in_daemon_thread(lambda: self._build(self._config, report))
+        built = await _in_daemon_thread(
+            lambda: self._build(self._config, report), name="build-engine"
+        )
         config = built.config
         streams = Streams(loop, config.max_num_seqs + config.max_waiting)
 
@@ -126,7 +131,11 @@ class Server:
         intake = open_intake(built)
         steps.start()
         info = _model_info(built, intake)
-        await self.lifecycle.become_ready(Serving(intake, steps, streams, info))
+        live = self._live = LivePlan(built.executables, steps.use_plan, built.plan)
+        serving = Serving(intake, steps, streams, info, live, built.misses, self._swap_plan)
+        await self.lifecycle.become_ready(serving)
+        if live.begin_rest():
+            self._changing = asyncio.create_task(self._change(live))
 
     async def drain(self, grace_s: float) -> None:
         """Takes no more requests, lets running ones finish for `grace_s`, ends the rest."""
@@ -144,6 +153,28 @@ class Server:
         await self._grpc.stop(grace=LAST_WORDS_S)
         if self.lifecycle.serving is not None:
             await asyncio.to_thread(self.lifecycle.serving.steps.stop)
+
+    @property
+    def is_changing_plan(self) -> bool:
+        """Whether a thread of ours may be compiling."""
+        return self._live is not None and self._live.is_changing
+
+    async def _swap_plan(self, plan_yaml: str) -> int:
+        """Starts the change to another plan; returns how many shapes have to be warmed."""
+        if not self._options.allow_plan_swap:
+            raise NotAllowed("this server takes no other plan: start it with allow_plan_swap")
+        assert self._live is not None, "there are no calls before the engine is built"
+        count = await asyncio.to_thread(self._live.begin_swap, plan_yaml)
+        self._changing = asyncio.create_task(self._change(self._live))
+        return count
+
+    async def _change(self, live: LivePlan) -> None:
+        """Sees a change of plan through that was begun."""
+        changing = asyncio.ensure_future(_in_daemon_thread(live.run, name="change-plan"))
+        await asyncio.wait((changing,))
+        live.end(changing.exception())
+        if live.change.error:
+            _log.error("the change of plan failed: %s", live.change.error)
 
     def _note_failure(self, error: Exception) -> None:
         self.failure = f"{type(error).__name__}: {error}"
@@ -182,7 +213,10 @@ async def serve(
         asked.cancel()
         await server.stop()
     announce("stopped")
-    return 1 if server.failed.is_set() else 0
+    code = 1 if server.failed.is_set() else 0
+    if server.is_changing_plan:
+        os._exit(code)  # a compiler at work in another thread must not hold up the exit
+    return code
 
 
 async def _make_ready(
@@ -218,23 +252,24 @@ def _watch_signals(announce: Callable[[str], None]) -> asyncio.Event:
     return stopping
 
 
-async def _in_daemon_thread(build: Callable[[], BuiltEngine]) -> BuiltEngine:
-    """Runs `build` in a thread that doesn't keep the process alive."""
-    future: Future[BuiltEngine] = Future()
+async def _in_daemon_thread(work: Callable[[], Result], name: str) -> Result:
+    """Does `work` in a thread that doesn't keep the process alive."""
+    future: Future[Result] = Future()
 
     def run() -> None:
         try:
-            built = build()
+            result = work()
         except BaseException as error:  # noqa: BLE001 - a thread's top: the awaiting side raises it
             future.set_exception(error)
         else:
-            future.set_result(built)
+            future.set_result(result)
 
-    threading.Thread(target=run, name="build-engine", daemon=True).start()
+    threading.Thread(target=run, name=name, daemon=True).start()
     return await asyncio.wrap_future(future)
 
 
 def _model_info(built: BuiltEngine, intake: Intake) -> pb.GetModelInfoResponse:
+    """All but the shapes, which may change."""
     config, defaults = built.config, intake.defaults
     return pb.GetModelInfoResponse(
         model=config.model,
@@ -253,15 +288,5 @@ def _model_info(built: BuiltEngine, intake: Intake) -> pb.GetModelInfoResponse:
             min_p=defaults.min_p,
             not_applied=defaults.not_applied,
         ),
-        shapes=[
-            pb.StepShape(
-                num_tokens=shape.num_tokens,
-                num_seqs=shape.num_seqs,
-                pages_per_seq=shape.pages_per_seq,
-                num_logit_rows=shape.num_logit_rows,
-                variant=shape.variant,
-            )
-            for shape in built.plan.shapes
-        ],
         version=package_version(),
     )

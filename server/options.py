@@ -21,12 +21,18 @@ class ServerOptions:
         port: TCP port; 0 takes a free one.
         insecure_listen: allow plaintext on an address that other machines can reach.
         grace_s: seconds that running requests get to finish after SIGTERM.
+        serve_partial: be ready once a few programs that every step fits in are warm, and warm the
+            rest while serving.
+        allow_plan_swap: let whoever reaches the port change the compiled shapes (`tpu-engine plan
+            swap`).
     """
 
     host: str = "127.0.0.1"
     port: int = 50051
     insecure_listen: bool = False
     grace_s: float = 30.0
+    serve_partial: bool = False
+    allow_plan_swap: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:

@@ -54,6 +54,7 @@ class EngineService:
             "GetModelInfo": self.get_model_info,
             "GetServerStatus": self.get_server_status,
             "Cancel": self.cancel,
+            "SwapPlan": self.swap_plan,
         }
         methods = {name: _unary_handler(method) for name, method in unary.items()}
         methods["Generate"] = grpc.unary_stream_rpc_method_handler(
@@ -123,7 +124,11 @@ class EngineService:
 
     async def get_model_info(self, data: bytes, context: Context) -> pb.GetModelInfoResponse:
         parse(pb.GetModelInfoRequest, data)
-        return self._lifecycle.require_ready().info
+        serving = self._lifecycle.require_ready()
+        info = pb.GetModelInfoResponse()
+        info.CopyFrom(serving.info)
+        info.shapes.extend(map(messages.shape, serving.live.shapes))
+        return info
 
     async def get_server_status(self, data: bytes, context: Context) -> pb.GetServerStatusResponse:
         parse(pb.GetServerStatusRequest, data)
@@ -135,8 +140,16 @@ class EngineService:
             status.progress.CopyFrom(lifecycle.progress)
         if lifecycle.serving is not None:
             status.open_streams = len(lifecycle.serving.streams)
-            messages.fill_status(status, lifecycle.serving.steps.status())
+            steps = lifecycle.serving.steps.status()
+            messages.fill_status(status, steps)
+            messages.fill_shapes(status, steps.shapes, lifecycle.serving.live)
+            messages.fill_misses(status, lifecycle.serving.misses)
         return status
+
+    async def swap_plan(self, data: bytes, context: Context) -> pb.SwapPlanResponse:
+        serving = self._lifecycle.require_ready()
+        count = await serving.swap_plan(parse(pb.SwapPlanRequest, data).plan_yaml)
+        return pb.SwapPlanResponse(shapes_to_warm=count)
 
     async def cancel(self, data: bytes, context: Context) -> pb.CancelResponse:
         request_id = parse(pb.CancelRequest, data).request_id

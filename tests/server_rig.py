@@ -8,8 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import threading
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
@@ -18,6 +26,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from buckets.plan import Plan, PlanLimits, default_plan
+from buckets.shape import StepShape
+from buckets.warm_order import opening_shapes
 from server.client import EngineClient
 from server.main import Server
 from server.options import ServerOptions
@@ -26,8 +36,9 @@ from tests.fake_runner import VOCAB, FakeRunner
 from tpu_engine.config import EngineConfig
 from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.kv_pages import PagePool
+from tpu_engine.misses import MissLog
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
-from tpu_engine.step_plan import InFlight, StepResult
+from tpu_engine.step_plan import InFlight, StepPlan, StepResult
 from tpu_engine.text.chat_template import ChatTemplate
 from tpu_engine.text.tokenizer import Tokenizer
 from tpu_engine.weights.open_model import GenerationDefaults
@@ -75,10 +86,65 @@ class FakeBuilt:
     config: EngineConfig
     plan: Plan
     runner: FakeRunner
+    executables: FakeExecutables
+    misses: MissLog = field(default_factory=MissLog)
 
 
-class SlowRunner(FakeRunner):
-    """A `FakeRunner` whose steps take `step_s` seconds."""
+@dataclass(frozen=True)
+class FakeRecord:
+    """What `ExecutableRecord` offers to the status."""
+
+    shape: StepShape
+    source: str = "compiled"
+    seconds: float = 2.0
+    note: str = ""
+
+
+class FakeExecutables:
+    """Shapes are built one by one, each when `gate` lets it; those in `broken` can't be."""
+
+    def __init__(self, warm: Iterable[StepShape]) -> None:
+        self.warm_shapes = frozenset(warm)
+        self.records: tuple[FakeRecord, ...] = tuple(map(FakeRecord, sorted(self.warm_shapes)))
+        self.planned = self.warm_shapes
+        self.broken: set[StepShape] = set()
+        self.gate = threading.Semaphore(1000)
+
+    def plan(self, shapes: Iterable[StepShape]) -> None:
+        self.planned |= frozenset(shapes)
+
+    def build(self, shapes: Iterable[StepShape]) -> Iterator[FakeRecord]:
+        for shape in shapes:
+            assert shape in self.planned
+            assert self.gate.acquire(timeout=20)
+            if shape in self.broken:
+                raise RuntimeError(f"no room for ({shape})")
+            self.warm_shapes |= {shape}
+            self.records += (FakeRecord(shape),)
+            yield self.records[-1]
+
+    def release(self, shapes: Iterable[StepShape]) -> None:
+        self.warm_shapes -= frozenset(shapes)
+
+
+class WatchfulRunner(FakeRunner):
+    """Refuses what has no executable, as the real one does, and what was released in flight."""
+
+    executables: FakeExecutables | None = None
+
+    def dispatch(self, plan: StepPlan) -> Any:
+        warm = None if self.executables is None else self.executables.warm_shapes
+        assert warm is None or plan.shape in warm, f"({plan.shape}) is not warm"
+        return super().dispatch(plan)
+
+    def collect(self, handle: InFlight) -> StepResult:
+        warm = None if self.executables is None else self.executables.warm_shapes
+        assert warm is None or handle.plan.shape in warm, f"({handle.plan.shape}) was released"
+        return super().collect(cast(Any, handle))
+
+
+class SlowRunner(WatchfulRunner):
+    """A `WatchfulRunner` whose steps take `step_s` seconds."""
 
     step_s = 0.0
 
@@ -102,7 +168,9 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, "fake")
 
 
-def fake_engine(config: EngineConfig = CONFIG, step_s: float = 0.0) -> FakeBuilt:
+def fake_engine(
+    config: EngineConfig = CONFIG, step_s: float = 0.0, *, partial: bool = False
+) -> FakeBuilt:
     """An engine whose tokens are `fake_runner.expected_tokens`."""
     assert config.max_model_len is not None
     assert config.num_pages is not None
@@ -111,13 +179,15 @@ def fake_engine(config: EngineConfig = CONFIG, step_s: float = 0.0) -> FakeBuilt
     plan = default_plan(limits)
     runner = SlowRunner(config.num_pages, config.page_size, config.max_num_seqs)
     runner.step_s = step_s
+    first = Plan.of(opening_shapes(plan)) if partial else plan
+    executables = runner.executables = FakeExecutables(first.shapes)
     scheduler = Scheduler(
-        plan,
+        first,
         SchedulerLimits(config.max_model_len, config.page_size, config.max_waiting),
         PagePool(config.num_pages),
     )
     loop = EngineLoop(scheduler, runner, config.overlap)
-    return FakeBuilt(loop, FakeModel(byte_tokenizer()), config, plan, runner)
+    return FakeBuilt(loop, FakeModel(byte_tokenizer()), config, plan, runner, executables)
 
 
 @dataclass(frozen=True)
@@ -150,7 +220,16 @@ async def running_server(
     config: EngineConfig = CONFIG, step_s: float = 0.0, **server_options: Any
 ) -> AsyncIterator[Rig]:
     """A ready server on a free port, stopped without grace at the end."""
-    built = fake_engine(config, step_s)
+    built = fake_engine(config, step_s, partial=server_options.get("serve_partial", False))
+    async with serving(built, config, **server_options) as rig:
+        yield rig
+
+
+@asynccontextmanager
+async def serving(
+    built: FakeBuilt, config: EngineConfig, **server_options: Any
+) -> AsyncIterator[Rig]:
+    """`running_server` for an engine that is there already."""
     options = ServerOptions(port=0, **server_options)
     server = Server(config, options, build=cast(Any, lambda *_: built))
     address = f"127.0.0.1:{await server.start()}"

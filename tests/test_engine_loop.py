@@ -182,7 +182,7 @@ def test_a_step_that_cannot_be_dispatched_ends_its_requests(overlap: bool):
 class MissingShape(FakeRunner):
     def dispatch(self, plan: StepPlan):
         if plan.num_rows == 2:
-            raise CompileMiss(plan.shape, tuple(plan.request_ids.tolist()))
+            raise CompileMiss(plan.shape, tuple(plan.request_ids.tolist()), "not in the plan")
         return super().dispatch(plan)
 
 

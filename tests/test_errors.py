@@ -14,7 +14,7 @@ ERRORS = [
     errors.InvalidConfig("page_size", "one of 8, 16", 3),
     errors.InvalidModel("tensor x is missing"),
     errors.Overloaded("waiting requests", 4, 5, 1.5),
-    errors.CompileMiss("a shape", (1, 2)),
+    errors.CompileMiss("a shape", (1, 2), "not in the plan"),
     errors.DeviceFault("gone"),
 ]
 

@@ -14,6 +14,7 @@ HOST_SIDE = (
     "buckets.executable_facts",
     "buckets.plan_file",
     "buckets.shape",
+    "buckets.warm_order",
     "tpu_engine",
     "tpu_engine.config",
     "tpu_engine.derive",
@@ -23,8 +24,10 @@ HOST_SIDE = (
     "tpu_engine.front_engine",
     "tpu_engine.front_offline",
     "tpu_engine.kv_pages",
+    "tpu_engine.live_plan",
     "tpu_engine.memory_plan",
     "tpu_engine.messages",
+    "tpu_engine.misses",
     "tpu_engine.models.config",
     "tpu_engine.plans",
     "tpu_engine.request",
@@ -32,6 +35,7 @@ HOST_SIDE = (
     "tpu_engine.step_inputs",
     "tpu_engine.step_plan",
     "tpu_engine.step_thread",
+    "tpu_engine.warm_progress",
     "tpu_engine.weights.open_model",
 )
 SERVER_SIDE = ("server.service", "server.streams", "server.validation", "server.client")

@@ -4,9 +4,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from buckets.plan import Plan
+from buckets.shape import StepShape
 from tests.fake_engine import FakeEngine, audit, request
 from tests.fake_runner import expected_tokens
-from tpu_engine.messages import End, Inbound, Submit
+from tpu_engine.messages import End, Inbound, Submit, UsePlan
 from tpu_engine.request import Finish, FinishReason, Request
 
 CANCEL = Finish(FinishReason.CANCELLED, "asked")
@@ -39,6 +41,7 @@ class EngineMachine(RuleBasedStateMachine):
             overlap=overlap,
             max_chunk=max_chunk,
         )
+        self.plan = self.engine.plan
 
     @rule(
         num_prompt=st.integers(1, 40),
@@ -65,6 +68,16 @@ class EngineMachine(RuleBasedStateMachine):
     def cancel(self, data: st.DataObject) -> None:
         self.inbox.append(End(data.draw(st.sampled_from(sorted(self.requests))), CANCEL))
 
+    @rule(data=st.data())
+    def swap_the_plan(self, data: st.DataObject) -> None:
+        """Any plan with the same top: what requests get must not depend on it."""
+        plan = self.engine.plan
+        seqs, tokens, width = plan.max_num_seqs, plan.max_num_tokens, plan.pages_per_seq
+        pairs = [(t, b) for b in range(1, seqs + 1) for t in range(b, tokens + 1)]
+        chosen = data.draw(st.lists(st.sampled_from(pairs), max_size=4))
+        shapes = [StepShape(t, b, width, b) for t, b in [*chosen, (tokens, seqs)]]
+        self.inbox.append(UsePlan(Plan.of(shapes)))
+
     @rule(at_dispatch=st.booleans())
     def break_the_next_step(self, at_dispatch: bool) -> None:
         runner = self.engine.runner
@@ -78,11 +91,14 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _turn(self) -> None:
         engine = self.engine
+        swaps = [message.plan for message in self.inbox if isinstance(message, UsePlan)]
+        self.plan = swaps[-1] if swaps else self.plan
         before = engine.scheduler.snapshot()
         num_plans, num_ended = len(engine.runner.plans), len(engine.finishes)
         engine.turn(self.inbox)
         self.inbox = []
         for plan in engine.runner.plans[num_plans:]:
+            assert plan.shape in self.plan.shapes, "a step of a plan that was replaced"
             for request_id in plan.request_ids.tolist():
                 assert request_id not in self.ended_at, "scheduled after its end"
         for request_id in engine.finishes:

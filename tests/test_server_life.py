@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2  # pyright: ignore[reportMissingTypeStubs]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -32,6 +33,16 @@ class FakeProgress:
     """What the builder reports."""
 
     phase, done, total, detail = "compile", 3, 12, "tokens=16"
+    current, seconds_left = "tokens=64 seqs=8", 40.0
+
+
+def retry_after_s(error: grpc.aio.AioRpcError) -> int:
+    """Seconds after which the server wants to be asked again."""
+    metadata = dict(cast(Any, error.trailing_metadata()))
+    status = status_pb2.Status.FromString(metadata["grpc-status-details-bin"])
+    retry = error_details_pb2.RetryInfo()
+    assert status.details[0].Unpack(retry)
+    return retry.retry_delay.seconds
 
 
 async def health(client: EngineClient, service: str = "") -> int:
@@ -55,11 +66,15 @@ async def test_the_port_answers_while_the_engine_is_built() -> None:
         assert await health(client) == await health(client, SERVICE) == NOT_SERVING
         status = await client.status()
         assert status.state == pb.SERVER_STATE_STARTING
-        assert status.progress == pb.Progress(phase="compile", done=3, total=12, detail="tokens=16")
+        expected = pb.Progress(phase="compile", done=3, total=12, detail="tokens=16")
+        expected.current, expected.seconds_left = "tokens=64 seqs=8", 40.0
+        assert status.progress == expected
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await collect(client.generate(ids_request([1])))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "starting: compile 3/12" in str(caught.value.details())
+        text = "starting: compile 3/12 tokens=16, now tokens=64 seqs=8, about 40 s left"
+        assert text in str(caught.value.details())
+        assert retry_after_s(caught.value) == 40
         go_on.set()
         await ready
         assert await health(client) == await health(client, SERVICE) == SERVING

@@ -14,11 +14,13 @@ import jax
 from buckets.compile_cache import CompileCache, NotWarm
 from buckets.executable import ExecutableRecord
 from buckets.plan import Plan
+from buckets.warm_order import opening_shapes, warm_order
 from tpu_engine.compile_store import open_store
 from tpu_engine.config import EngineConfig
 from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.errors import InvalidConfig
 from tpu_engine.kv_pages import PagePool
+from tpu_engine.misses import MissLog
 from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
 from tpu_engine.models.registry import family_of
@@ -27,23 +29,33 @@ from tpu_engine.prepare import memory_plan_of, prepare, require_memory
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.step_plan import Runner
 from tpu_engine.target import new_state
+from tpu_engine.warm_progress import WarmProgress, short_name
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One line of start-up: `done` of `total` in a phase ("weights", "compile", "ready")."""
+    """One line of start-up: `done` of `total` in a phase ("weights", "compile", "ready").
+
+    `current` is the shape at work, `seconds_left` an estimate for the rest of the phase; None where
+    there is none.
+    """
 
     phase: str
     done: int
     total: int
     detail: str
+    current: str = ""
+    seconds_left: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """A ready engine; `config` has every derived value filled in."""
+    """A ready engine; `config` has every derived value filled in.
+
+    `plan` is the whole plan; `loop` plans with those of its shapes that are in `executables`.
+    """
 
     loop: EngineLoop
     runner: ModelRunner
@@ -51,17 +63,24 @@ class BuiltEngine:
     config: EngineConfig
     plan: Plan
     compile_count: Callable[[], int]
+    executables: CompileCache
+    misses: MissLog
 
 
 OnProgress = Callable[[Progress], None]
 
 
 def build_engine(
-    config: EngineConfig, progress: OnProgress | None = None, plan: Plan | None = None
+    config: EngineConfig,
+    progress: OnProgress | None = None,
+    plan: Plan | None = None,
+    *,
+    partial: bool = False,
 ) -> BuiltEngine:
     """Opens the model, loads weights, compiles every shape of the plan and freezes the cache.
 
-    `plan` None reads the one that is configured, or derives one. Raises `InvalidConfig` or
+    `plan` None reads the one that is configured, or derives one. `partial` stops at the shapes a
+    server can open with; whoever asks for that warms the rest. Raises `InvalidConfig` or
     `InvalidModel` before anything large is allocated.
     """
     report = progress or _silent
@@ -84,17 +103,17 @@ def build_engine(
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
     state = new_state(target)
-    _build_all(executables, target.plan, report)
-
-    runner = ModelRunner(weights, state, executables)
+    first = _warm(executables, target.plan, partial, report)
+    misses = MissLog()
+    runner = ModelRunner(weights, state, executables, misses, config.on_miss)
 
     def compile_count() -> int:
         return executables.compile_count
 
-    loop = new_loop(config, target.plan, runner, compile_count)
-    ready = f"{len(target.plan.shapes)} shapes, {config.num_pages} pages"
-    report(Progress("ready", 1, 1, ready))
-    return BuiltEngine(loop, runner, model, config, target.plan, compile_count)
+    loop = new_loop(config, first, runner, compile_count)
+    counts = f"{len(first.shapes)} of {len(target.plan.shapes)} shapes, {config.num_pages} pages"
+    report(Progress("ready", 1, 1, counts))
+    return BuiltEngine(loop, runner, model, config, target.plan, compile_count, executables, misses)
 
 
 def new_loop(
@@ -113,23 +132,29 @@ def new_loop(
     return EngineLoop(scheduler, runner, config.overlap, compile_count)
 
 
-def _build_all(executables: CompileCache, plan: Plan, report: OnProgress) -> None:
-    """Loads or compiles every shape of the plan, and freezes the cache."""
-    total = len(plan.shapes)
-    report(Progress("compile", 0, total, "first shape"))
+def _warm(executables: CompileCache, plan: Plan, partial: bool, report: OnProgress) -> Plan:
+    """Loads or compiles every shape, or those to open with; returns the plan that they make."""
+    shapes = opening_shapes(plan) if partial else warm_order(plan)
+    seen = WarmProgress(shapes)
+    current = short_name(seen.current)
+    report(Progress("compile", 0, seen.total, "first shape", current))
     try:
-        for done, record in enumerate(executables.build(plan.shapes), start=1):
-            report(Progress("compile", done, total, _summary(record)))
+        for record in executables.build(shapes):
+            seen.note(record.shape, record.source, record.seconds)
+            current, left_s = short_name(seen.current), seen.seconds_left
+            done, total = seen.done, seen.total
+            report(Progress("compile", done, total, _summary(record), current, left_s))
     except NotWarm as error:
         limit = "a cache that holds every program (tpu-engine warmup fills one)"
         raise InvalidConfig("require_warm", limit, str(error)) from error
-    executables.freeze()
+    executables.freeze(plan.shapes)
+    return Plan.of(shapes)
 
 
 def _summary(record: ExecutableRecord) -> str:
-    """One short line; shapes of one plan differ in tokens and sequences."""
-    shape = f"tokens={record.shape.num_tokens} seqs={record.shape.num_seqs}"
-    return f"{shape} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
+    """One short line."""
+    name = short_name(record.shape)
+    return f"{name} {record.source} in {record.seconds:.1f} s {record.note}".rstrip()
 
 
 def _silent(_: Progress) -> None:

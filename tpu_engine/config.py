@@ -13,6 +13,7 @@ from tpu_engine.errors import InvalidConfig
 DTYPES = ("auto", "float32", "bfloat16")
 KV_DTYPES = (*DTYPES, "float8_e4m3fn")
 QUANTIZATIONS = ("none", "int8")
+ON_MISS = ("refuse", "compile")
 ATTENTIONS = ("auto", "xla", "pallas", "pallas-interpret")
 
 
@@ -46,6 +47,8 @@ class EngineConfig:
         signing_key: file with the secret that signs stored programs; unsigned ones are refused.
         require_warm: refuse to start where the compile cache lacks a program, or holds a damaged
             or refused one, instead of compiling it.
+        on_miss: what a step does that has no compiled program ("refuse" ends its requests with an
+            error, "compile" lets all wait for the compiler).
     """
 
     model: str
@@ -67,6 +70,7 @@ class EngineConfig:
     compile_cache: str | None = None
     signing_key: str | None = None
     require_warm: bool = False
+    on_miss: str = "refuse"
 
     def __post_init__(self) -> None:
         _one_of("dtype", self.dtype, DTYPES)
@@ -75,6 +79,9 @@ class EngineConfig:
         _one_of("attention", self.attention, ATTENTIONS)
         if not 0 <= self.hbm_reserve < 0.9:
             raise InvalidConfig("hbm_reserve", "from 0 to 0.9", self.hbm_reserve)
+        _one_of("on_miss", self.on_miss, ON_MISS)
+        if self.require_warm and self.on_miss != "refuse":
+            raise InvalidConfig("on_miss", "refuse where require_warm is set", self.on_miss)
         if self.require_warm and self.compile_cache == "":
             raise InvalidConfig("require_warm", "off where no compile_cache is kept", True)
         if self.page_size not in (8, 16, 32, 64, 128, 256):

@@ -11,9 +11,19 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from buckets.plan import Plan
 from buckets.shape import StepShape
 from tpu_engine.errors import CompileMiss, DeviceFault, InvalidRequest, Overloaded
-from tpu_engine.messages import End, EngineStatus, Inbound, Outbound, Refused, Submit
+from tpu_engine.messages import (
+    End,
+    EngineStatus,
+    Inbound,
+    Outbound,
+    Refused,
+    ShapeUse,
+    Submit,
+    UsePlan,
+)
 from tpu_engine.request import Finish, FinishReason
 from tpu_engine.scheduler import Scheduler
 from tpu_engine.step_plan import InFlight, Runner, StepPlan
@@ -68,6 +78,11 @@ class EngineLoop:
         self._useful_tokens = 0
         self._executed_tokens = 0
         self._progressed = False
+        self._uses: dict[StepShape, ShapeUse] = {}
+        self._last_end_s = float("-inf")
+        # The plan that was set last, and how many steps in flight were planned before that.
+        self._plan: Plan | None = None
+        self._num_older = 0
         self.records: deque[StepRecord] = deque(maxlen=MAX_STEP_RECORDS)
 
     @property
@@ -84,6 +99,16 @@ class EngineLoop:
     def live_ids(self) -> tuple[int, ...]:
         """Requests that were accepted and have not ended."""
         return self._scheduler.live_ids
+
+    @property
+    def settled_plan(self) -> Plan | None:
+        """The plan that was set last, once no step in flight was planned before it."""
+        return None if self._num_older else self._plan
+
+    def use_plan(self, message: UsePlan) -> None:
+        """Takes another plan for the steps to come; raises `InvalidPlan` for other budgets."""
+        self._scheduler.set_plan(message.plan)
+        self._plan, self._num_older = message.plan, len(self._pending)
 
     def submit(self, message: Submit, now: float) -> list[Outbound]:
         """Takes a request in; `[]`, or its refusal."""
@@ -110,6 +135,8 @@ class EngineLoop:
         for message in messages:
             if isinstance(message, Submit):
                 outputs += self.submit(message, start_s)
+            elif isinstance(message, UsePlan):
+                self.use_plan(message)
             else:
                 outputs += self.end(message, start_s)
         outputs += self._scheduler.expire(start_s)
@@ -139,6 +166,7 @@ class EngineLoop:
             watermark=gauges.watermark.value,
             compile_count=self._compile_count(),
             preemptions=gauges.preemptions,
+            shapes=tuple(self._uses.values()),
         )
 
     def _dispatch(self, plan: StepPlan, now: float) -> _Dispatched:
@@ -171,6 +199,8 @@ class EngineLoop:
         self._num_steps += 1
         self._useful_tokens += plan.num_useful_tokens
         self._executed_tokens += plan.num_executed_tokens
+        self._num_older = max(0, self._num_older - 1)
+        self._count_use(step, collected_s)
         self.records.append(
             StepRecord(
                 step_id=plan.step_id,
@@ -182,4 +212,18 @@ class EngineLoop:
                 collected_s=collected_s,
                 fault=fault,
             )
+        )
+
+    def _count_use(self, step: _Dispatched, collected_s: float) -> None:
+        plan = step.plan
+        use = self._uses.get(plan.shape) or ShapeUse(plan.shape)
+        # Of steps that overlap, each counts for what it adds to the one before it.
+        added_s = collected_s - max(step.planned_s, self._last_end_s)
+        self._last_end_s = collected_s
+        self._uses[plan.shape] = ShapeUse(
+            plan.shape,
+            use.steps + 1,
+            use.useful_tokens + plan.num_useful_tokens,
+            use.executed_tokens + plan.num_executed_tokens,
+            use.seconds + max(0.0, added_s),
         )

@@ -61,12 +61,15 @@ class Overloaded(EngineError):
 
 
 class CompileMiss(EngineError):
-    """A step asked for a shape that was not compiled before the plan was frozen."""
+    """A step asked for a shape without an executable; `why` says how that came about."""
 
-    def __init__(self, shape: object, request_ids: tuple[int, ...]) -> None:
+    def __init__(self, shape: object, request_ids: tuple[int, ...], why: str) -> None:
         self.shape = shape
         self.request_ids = request_ids
-        super().__init__(f"no executable for {shape}, asked for by requests {list(request_ids)}")
+        self.why = why
+        super().__init__(
+            f"no executable for {shape} ({why}), asked for by requests {list(request_ids)}"
+        )
 
 
 class DeviceFault(EngineError):

@@ -19,12 +19,15 @@ if TYPE_CHECKING:
 
 
 def build_real_engine(
-    config: EngineConfig, progress: Callable[[Progress], None] | None = None
+    config: EngineConfig,
+    progress: Callable[[Progress], None] | None = None,
+    *,
+    partial: bool = False,
 ) -> BuiltEngine:
     """`tpu_engine.build.build_engine`, imported on first use."""
     from tpu_engine.build import build_engine
 
-    return build_engine(config, progress)
+    return build_engine(config, progress, partial=partial)
 
 
 def open_intake(built: BuiltEngine) -> Intake:

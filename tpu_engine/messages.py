@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from buckets.plan import Plan
+from buckets.shape import StepShape
 from tpu_engine.errors import InvalidRequest, Overloaded
 from tpu_engine.request import Finish, Request
 
@@ -25,6 +27,13 @@ class End:
 
     request_id: int
     finish: Finish
+
+
+@dataclass(frozen=True, slots=True)
+class UsePlan:
+    """Operator to loop: plan with these shapes from the next step on; all of them are warm."""
+
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +63,21 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class ShapeUse:
+    """What ran at one shape since start.
+
+    `seconds` sums, per step, the time from its plan, or from the end of the step before it where
+    that came later, until its tokens were read back: what the step added to the run.
+    """
+
+    shape: StepShape
+    steps: int = 0
+    useful_tokens: int = 0
+    executed_tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStatus:
     """A snapshot of the step loop: counters since start, gauges now."""
 
@@ -67,7 +91,8 @@ class EngineStatus:
     watermark: str
     compile_count: int
     preemptions: int = 0
+    shapes: tuple[ShapeUse, ...] = ()
 
 
-Inbound = Submit | End
+Inbound = Submit | End | UsePlan
 Outbound = RequestOutput | Refused

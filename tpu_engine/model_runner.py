@@ -6,6 +6,7 @@ through the compile cache and requests only through plans.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from dataclasses import dataclass
 
@@ -16,9 +17,12 @@ from flax import nnx
 from buckets.compile_cache import CompileCache, MissingExecutable
 from buckets.shape import StepShape
 from tpu_engine.errors import CompileMiss, DeviceFault, EngineError
+from tpu_engine.misses import Miss, MissLog
 from tpu_engine.step_inputs import InputLayout, pack
 from tpu_engine.step_plan import InFlight, Int32, StepPlan, StepResult
 from tpu_engine.step_program import StepState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,7 +36,17 @@ class DispatchedStep:
 class ModelRunner:
     """Implements the `Runner` protocol on JAX devices."""
 
-    def __init__(self, weights: nnx.State, state: StepState, executables: CompileCache) -> None:
+    def __init__(
+        self,
+        weights: nnx.State,
+        state: StepState,
+        executables: CompileCache,
+        misses: MissLog,
+        on_miss: str = "refuse",
+    ) -> None:
+        """`on_miss`: what becomes of a step without an executable; `misses` takes note of it."""
+        self._misses = misses
+        self._on_miss = on_miss
         self._weights = weights
         self._state = state
         self._executables = executables
@@ -43,13 +57,29 @@ class ModelRunner:
     def dispatch(self, plan: StepPlan) -> DispatchedStep:
         """Starts the step; raises `CompileMiss` where the plan's shape has no executable."""
         try:
+            try:
+                self._executables.get(plan.shape)
+            except MissingExecutable:
+                self._miss(plan)
             results = self.launch(plan.shape, self.pack(plan))
-        except MissingExecutable:
-            raise CompileMiss(plan.shape, tuple(plan.request_ids.tolist())) from None
         except RuntimeError as error:  # also "array has been deleted", after an earlier fault
             raise DeviceFault(f"step {plan.step_id} could not be started: {error}") from error
         self._dispatched.append(plan.step_id)
         return DispatchedStep(plan, results)
+
+    def _miss(self, plan: StepPlan) -> None:
+        """Gets the executable after all where that is wanted; raises `CompileMiss` otherwise."""
+        shape, ids = plan.shape, tuple(plan.request_ids.tolist())
+        why = self._executables.why_missing(shape)
+        if self._on_miss == "refuse":
+            miss = Miss(shape, ids, why, "refused", 0.0)
+        else:
+            record = self._executables.build_missing(shape)
+            miss = Miss(shape, ids, why, record.source, record.seconds)
+        self._misses.add(miss)
+        _log.warning("%s", miss)
+        if miss.outcome == "refused":
+            raise CompileMiss(shape, ids, why)
 
     def pack(self, plan: StepPlan) -> Int32:
         """Builds the input buffer of a plan."""

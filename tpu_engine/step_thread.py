@@ -11,9 +11,19 @@ import queue
 import threading
 from collections.abc import Callable
 
+from buckets.plan import Plan
 from tpu_engine.engine_loop import EngineLoop
 from tpu_engine.errors import EngineError, Overloaded
-from tpu_engine.messages import End, EngineStatus, Inbound, Outbound, Refused, RequestOutput, Submit
+from tpu_engine.messages import (
+    End,
+    EngineStatus,
+    Inbound,
+    Outbound,
+    Refused,
+    RequestOutput,
+    Submit,
+    UsePlan,
+)
 from tpu_engine.request import Finish, FinishReason, Request
 
 RETRY_S = 0.05
@@ -50,7 +60,9 @@ class StepThread:
         self._open: set[int] = set()
         self._closed = ""
         self._stopping = False
+        self._is_ended = False
         self._status = loop.status()
+        self._settled_plan: Plan | None = None
         self._thread = threading.Thread(target=self._run, name="step-loop", daemon=True)
 
     def start(self) -> None:
@@ -75,6 +87,19 @@ class StepThread:
         with self._lock:
             if request_id in self._open:
                 self._inbox.put(End(request_id, finish))
+
+    def use_plan(self, plan: Plan) -> None:
+        """Changes the plan at a step border; returns once no step of an older one is in flight.
+
+        The plan must have the budgets of the one before it. Raises `NotServing` where the thread
+        ends first. One caller at a time.
+        """
+        with self._lock:
+            if not self._is_ended:
+                self._inbox.put(UsePlan(plan))
+            self._lock.wait_for(lambda: self._settled_plan is plan or self._is_ended)
+            if self._settled_plan is not plan:
+                raise NotServing(f"the plan was not changed: {self._closed}")
 
     def status(self) -> EngineStatus:
         """The status after the last turn."""
@@ -109,10 +134,15 @@ class StepThread:
             self._wind_down()
         except Exception as error:  # noqa: BLE001  the top of a thread
             self._fail(error)
+        finally:
+            with self._lock:
+                self._is_ended = True
+                self._lock.notify_all()
 
     def _turn(self, messages: list[Inbound]) -> None:
         outputs = self._loop.turn(messages, self._clock)
         self._status = self._loop.status()
+        self._note_plan()
         self._publish(outputs)
 
     def _receive(self) -> list[Inbound]:
@@ -148,6 +178,13 @@ class StepThread:
             if message is not None:
                 messages.append(message)
         return messages
+
+    def _note_plan(self) -> None:
+        settled = self._loop.settled_plan
+        if settled is not self._settled_plan:
+            with self._lock:
+                self._settled_plan = settled
+                self._lock.notify_all()
 
     def _publish(self, outputs: list[Outbound]) -> None:
         if not outputs:

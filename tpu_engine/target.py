@@ -43,6 +43,7 @@ _IDLE_OPTIONS = (
     "compile_cache",
     "signing_key",
     "require_warm",
+    "on_miss",
 )
 # Everything a step program is traced from lies in these folders.
 _SOURCES = ("kernels", "tpu_engine", "buckets")

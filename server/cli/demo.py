@@ -146,7 +146,10 @@ async def _show_startup(client: EngineClient) -> None:
         while (status := await client.status()).state == pb.SERVER_STATE_STARTING:
             progress = status.progress
             if progress.total and progress != shown:
-                display.report(progress.phase, progress.done, progress.total, progress.detail)
+                left_s = progress.seconds_left if progress.HasField("seconds_left") else None
+                display.report(
+                    progress.phase, progress.done, progress.total, progress.detail, left_s
+                )
                 shown = progress
             await asyncio.sleep(POLL_S)
         if status.state == pb.SERVER_STATE_READY:

@@ -19,11 +19,12 @@ from buckets.device_profile import DeviceProfile, profile_from_yaml
 from buckets.plan import InvalidPlan, PlanLimits, purpose
 from buckets.plan_file import PlanFile, plan_file_from_yaml, plan_to_yaml
 from server.cli.flags import with_flags
+from server.cli.plan_swap import swap
 from tpu_engine.config import EngineConfig
 from tpu_engine.errors import InvalidConfig
 from tpu_engine.plan_padding import Padding, predict_padding
 
-app = typer.Typer(no_args_is_help=True, help="Show and check the plan of compiled shapes.")
+app = typer.Typer(no_args_is_help=True, help="Show, check and swap plans of compiled shapes.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ def show(config: EngineConfig | None, flags: ShowFlags | None) -> None:
 
 
 app.command("show")(with_flags(EngineConfig, ShowFlags, optional=(EngineConfig, ShowFlags))(show))
+app.command("swap")(swap)
 
 
 def plan_rows(content: PlanFile, padding: dict[Any, Padding]) -> list[dict[str, Any]]:

@@ -75,8 +75,12 @@ class StartupDisplay:
         """Prints a line above the bars."""
         self.console.print(line, markup=False, soft_wrap=True)
 
-    def report(self, phase: str, done: int, total: int, detail: str) -> None:
+    def report(
+        self, phase: str, done: int, total: int, detail: str, seconds_left: float | None = None
+    ) -> None:
         """Takes note of one step of start-up; any thread may call it."""
+        if seconds_left and done < total:
+            detail += f" ({seconds_left:.0f} s left)"
         if not self.console.is_terminal:
             # Hundreds of tensors are no news for a log; each compiled shape is.
             if phase != "weights" or done == total:
@@ -88,7 +92,10 @@ class StartupDisplay:
 
     def take(self, progress: build.Progress) -> None:
         """`report` for the builder's own type."""
-        self.report(progress.phase, progress.done, progress.total, progress.detail)
+        detail = progress.detail
+        if progress.current and self.console.is_terminal:
+            detail = progress.current
+        self.report(progress.phase, progress.done, progress.total, detail, progress.seconds_left)
 
 
 def default_cache() -> Path:

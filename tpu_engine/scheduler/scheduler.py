@@ -61,7 +61,8 @@ class Scheduler:
         cost: StepCost = _DEFAULT_COST,
     ) -> None:
         """Raises `InvalidPlan` for a plan with holes, `InvalidConfig` for one too narrow."""
-        plan.validate(PlanLimits(plan.max_num_seqs, plan.max_num_tokens, plan.pages_per_seq))
+        self._budgets = PlanLimits(plan.max_num_seqs, plan.max_num_tokens, plan.pages_per_seq)
+        plan.validate(self._budgets)
         if plan.pages_per_seq * limits.page_size < limits.max_model_len:
             raise InvalidConfig(
                 "max_model_len",
@@ -108,6 +109,11 @@ class Scheduler:
             watermark=self._limits.watermarks.of(free, usable),
             preemptions=self._num_preemptions,
         )
+
+    def set_plan(self, plan: Plan) -> None:
+        """Plans with these shapes from the next step on; raises `InvalidPlan` for other budgets."""
+        plan.validate(self._budgets)
+        self._plan = plan
 
     # --- requests come and go ----------------------------------------------------------------
 

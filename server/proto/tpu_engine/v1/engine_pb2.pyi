@@ -240,19 +240,77 @@ class GetServerStatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("phase", "done", "total", "detail")
+    __slots__ = ("phase", "done", "total", "detail", "seconds_left", "current")
     PHASE_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     TOTAL_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
     phase: str
     done: int
     total: int
     detail: str
-    def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ...) -> None: ...
+    seconds_left: float
+    current: str
+    def __init__(self, phase: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., detail: _Optional[str] = ..., seconds_left: _Optional[float] = ..., current: _Optional[str] = ...) -> None: ...
+
+class ShapeStatus(_message.Message):
+    __slots__ = ("shape", "steps", "useful_tokens", "executed_tokens", "step_s", "source", "source_s", "note", "in_plan")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    USEFUL_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    EXECUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_S_FIELD_NUMBER: _ClassVar[int]
+    NOTE_FIELD_NUMBER: _ClassVar[int]
+    IN_PLAN_FIELD_NUMBER: _ClassVar[int]
+    shape: StepShape
+    steps: int
+    useful_tokens: int
+    executed_tokens: int
+    step_s: float
+    source: str
+    source_s: float
+    note: str
+    in_plan: bool
+    def __init__(self, shape: _Optional[_Union[StepShape, _Mapping]] = ..., steps: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., step_s: _Optional[float] = ..., source: _Optional[str] = ..., source_s: _Optional[float] = ..., note: _Optional[str] = ..., in_plan: _Optional[bool] = ...) -> None: ...
+
+class PlanChange(_message.Message):
+    __slots__ = ("phase", "kind", "done", "total", "current", "seconds_left", "error")
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    DONE_FIELD_NUMBER: _ClassVar[int]
+    TOTAL_FIELD_NUMBER: _ClassVar[int]
+    CURRENT_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    phase: str
+    kind: str
+    done: int
+    total: int
+    current: str
+    seconds_left: float
+    error: str
+    def __init__(self, phase: _Optional[str] = ..., kind: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ..., current: _Optional[str] = ..., seconds_left: _Optional[float] = ..., error: _Optional[str] = ...) -> None: ...
+
+class CompileMiss(_message.Message):
+    __slots__ = ("shape", "request_ids", "why", "outcome", "seconds")
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    OUTCOME_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
+    shape: StepShape
+    request_ids: _containers.RepeatedScalarFieldContainer[int]
+    why: str
+    outcome: str
+    seconds: float
+    def __init__(self, shape: _Optional[_Union[StepShape, _Mapping]] = ..., request_ids: _Optional[_Iterable[int]] = ..., why: _Optional[str] = ..., outcome: _Optional[str] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class GetServerStatusResponse(_message.Message):
-    __slots__ = ("state", "version", "uptime_s", "progress", "open_streams", "running", "waiting", "free_pages", "total_pages", "compile_count", "steps", "useful_tokens", "executed_tokens", "watermark", "preemptions")
+    __slots__ = ("state", "version", "uptime_s", "progress", "open_streams", "running", "waiting", "free_pages", "total_pages", "compile_count", "steps", "useful_tokens", "executed_tokens", "watermark", "preemptions", "shapes", "plan_change", "miss_count", "misses", "load_count", "compile_s", "load_s", "miss_s")
     STATE_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     UPTIME_S_FIELD_NUMBER: _ClassVar[int]
@@ -268,6 +326,14 @@ class GetServerStatusResponse(_message.Message):
     EXECUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WATERMARK_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    MISS_COUNT_FIELD_NUMBER: _ClassVar[int]
+    MISSES_FIELD_NUMBER: _ClassVar[int]
+    LOAD_COUNT_FIELD_NUMBER: _ClassVar[int]
+    COMPILE_S_FIELD_NUMBER: _ClassVar[int]
+    LOAD_S_FIELD_NUMBER: _ClassVar[int]
+    MISS_S_FIELD_NUMBER: _ClassVar[int]
     state: ServerState
     version: str
     uptime_s: float
@@ -283,7 +349,15 @@ class GetServerStatusResponse(_message.Message):
     executed_tokens: int
     watermark: str
     preemptions: int
-    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., open_streams: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., compile_count: _Optional[int] = ..., steps: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., watermark: _Optional[str] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    shapes: _containers.RepeatedCompositeFieldContainer[ShapeStatus]
+    plan_change: PlanChange
+    miss_count: int
+    misses: _containers.RepeatedCompositeFieldContainer[CompileMiss]
+    load_count: int
+    compile_s: float
+    load_s: float
+    miss_s: float
+    def __init__(self, state: _Optional[_Union[ServerState, str]] = ..., version: _Optional[str] = ..., uptime_s: _Optional[float] = ..., progress: _Optional[_Union[Progress, _Mapping]] = ..., open_streams: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_pages: _Optional[int] = ..., total_pages: _Optional[int] = ..., compile_count: _Optional[int] = ..., steps: _Optional[int] = ..., useful_tokens: _Optional[int] = ..., executed_tokens: _Optional[int] = ..., watermark: _Optional[str] = ..., preemptions: _Optional[int] = ..., shapes: _Optional[_Iterable[_Union[ShapeStatus, _Mapping]]] = ..., plan_change: _Optional[_Union[PlanChange, _Mapping]] = ..., miss_count: _Optional[int] = ..., misses: _Optional[_Iterable[_Union[CompileMiss, _Mapping]]] = ..., load_count: _Optional[int] = ..., compile_s: _Optional[float] = ..., load_s: _Optional[float] = ..., miss_s: _Optional[float] = ...) -> None: ...
 
 class CancelRequest(_message.Message):
     __slots__ = ("request_id",)
@@ -296,3 +370,15 @@ class CancelResponse(_message.Message):
     FOUND_FIELD_NUMBER: _ClassVar[int]
     found: bool
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
+
+class SwapPlanRequest(_message.Message):
+    __slots__ = ("plan_yaml",)
+    PLAN_YAML_FIELD_NUMBER: _ClassVar[int]
+    plan_yaml: str
+    def __init__(self, plan_yaml: _Optional[str] = ...) -> None: ...
+
+class SwapPlanResponse(_message.Message):
+    __slots__ = ("shapes_to_warm",)
+    SHAPES_TO_WARM_FIELD_NUMBER: _ClassVar[int]
+    shapes_to_warm: int
+    def __init__(self, shapes_to_warm: _Optional[int] = ...) -> None: ...

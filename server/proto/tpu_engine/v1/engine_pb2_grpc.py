@@ -59,6 +59,11 @@ class EngineStub:
                 request_serializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelRequest.SerializeToString,
                 response_deserializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelResponse.FromString,
                 _registered_method=True)
+        self.SwapPlan = channel.unary_unary(
+                '/tpu_engine.v1.Engine/SwapPlan',
+                request_serializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanRequest.SerializeToString,
+                response_deserializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanResponse.FromString,
+                _registered_method=True)
 
 
 class EngineServicer:
@@ -79,7 +84,7 @@ class EngineServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """Facts that don't change while the server runs.
+        """Facts that don't change while the server runs, but for the shapes.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -94,6 +99,15 @@ class EngineServicer:
 
     def Cancel(self, request, context):
         """Ends one request by the id its `Started` event carried.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwapPlan(self, request, context):
+        """Starts the change to another plan of compiled shapes while requests are served; GetServerStatus
+        shows how it goes. PERMISSION_DENIED where the server was not started with allow_plan_swap,
+        FAILED_PRECONDITION while another change is running.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,6 +140,11 @@ def add_EngineServicer_to_server(servicer, server):
                     servicer.Cancel,
                     request_deserializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelRequest.FromString,
                     response_serializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelResponse.SerializeToString,
+            ),
+            'SwapPlan': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwapPlan,
+                    request_deserializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanRequest.FromString,
+                    response_serializer=server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -263,6 +282,33 @@ class Engine:
             '/tpu_engine.v1.Engine/Cancel',
             server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelRequest.SerializeToString,
             server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.CancelResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwapPlan(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tpu_engine.v1.Engine/SwapPlan',
+            server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanRequest.SerializeToString,
+            server_dot_proto_dot_tpu__engine_dot_v1_dot_engine__pb2.SwapPlanResponse.FromString,
             options,
             channel_credentials,
             insecure,
