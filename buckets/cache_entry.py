@@ -34,11 +34,14 @@ _MAX_MAGIC_BYTES = 40
 
 
 class BadEntry(Exception):
-    """A file that must not be loaded; says why. `is_newer`: a newer release can read it."""
+    """A file that must not be loaded; says why.
 
-    def __init__(self, reason: str, *, is_newer: bool = False) -> None:
+    `is_damage` is false where somebody else can use it: another release, or who has its key.
+    """
+
+    def __init__(self, reason: str, *, is_damage: bool = True) -> None:
         super().__init__(reason)
-        self.is_newer = is_newer
+        self.is_damage = is_damage
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,10 +100,10 @@ def unpack_entry(data: bytes, digest: str, signing_key: bytes | None) -> tuple[H
     seals_end = body_end + 2 * _SEAL_BYTES
     if signing_key is not None:
         if not header.is_signed:
-            raise BadEntry("not signed, and a signing key is configured")
+            raise BadEntry("not signed, and a signing key is configured", is_damage=False)
         signature = data[body_end + _SEAL_BYTES : seals_end]
         if not hmac.compare_digest(signature, sign(data[:body_end], signing_key)):
-            raise BadEntry("signed with another key")
+            raise BadEntry("signed with another key", is_damage=False)
     if header.key.digest() != digest:
         raise BadEntry("holds the executable of another key")
     payload = data[seals_end:]
@@ -118,7 +121,7 @@ def _parse(data: bytes) -> tuple[Header, int]:
     if not newline or not start.startswith(_MAGIC) or not version.isdigit():
         raise BadEntry("no file of a compile cache")
     if int(version) > SCHEMA_VERSION:
-        raise BadEntry(f"written by a newer release (schema {int(version)})", is_newer=True)
+        raise BadEntry(f"written by a newer release (schema {int(version)})", is_damage=False)
     length_end = len(start) + 1 + _LENGTH_BYTES
     length = int.from_bytes(data[len(start) + 1 : length_end], "big")
     body_end = length_end + length

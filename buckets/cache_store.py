@@ -17,9 +17,9 @@ import fcntl
 import os
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from etils import epath
 
@@ -43,6 +43,7 @@ from buckets.cache_manifest import (
 SUFFIX = ".executable"
 _DIGEST = re.compile(r"[0-9a-f]{64}")
 _TEMPORARY = ".writing-"
+_RECORD_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 Entries = dict[str, EntryInfo]
 
 
@@ -78,7 +79,7 @@ class CacheStore:
         self.directory.mkdir(parents=True, exist_ok=True)
 
     def read(self, digest: str) -> Stored | Rejected | None:
-        """The entry called `digest`; None where there is none. Refused ones are set aside."""
+        """The entry called `digest`; None where there is none. Damaged ones are set aside."""
         path = self._entry_path(digest)
         try:
             data = path.read_bytes()
@@ -89,7 +90,7 @@ class CacheStore:
         try:
             header, payload = unpack_entry(data, digest, self._signing_key)
         except BadEntry as error:
-            if error.is_newer:
+            if not error.is_damage:  # others may well be able to use it
                 return Rejected(digest, f"{digest[:12]}: {error}; left where it is")
             return Rejected(digest, self.set_aside(digest, str(error)))
         if self._is_local:
@@ -102,11 +103,15 @@ class CacheStore:
         digest = key.digest()
         data = pack_entry(key, payload, facts, self._signing_key)
         info = EntryInfo.of(read_header(data))
+        return self._keep(digest, data, info)
+
+    def add_entry(self, digest: str, data: bytes) -> str:
+        """Stores an entry's file that was made elsewhere, checked; returns "" or why it was not."""
         try:
-            self._put(self._entry_path(digest), data)
-        except OSError as error:
-            return f"not stored: {_why(error)}"
-        return self._change_manifest(lambda entries: entries | {digest: info})
+            header, _ = unpack_entry(data, digest, self._signing_key)
+        except BadEntry as error:
+            return f"refused: {error}"
+        return self._keep(digest, data, EntryInfo.of(header))
 
     def set_aside(self, digest: str, reason: str) -> str:
         """Moves an entry out of the way; returns one line that says why and what became of it."""
@@ -123,24 +128,32 @@ class CacheStore:
 
     def get_record(self, kind: str, name: str) -> dict[str, Any] | None:
         """What `put_record` stored; None where it is missing, damaged or not properly signed."""
-        try:
-            text = self._record_path(kind, name).read_text()
-            content = unsealed(text)
-            body = content["content"]
-        except (OSError, ValueError, KeyError):
-            return None
-        expected = self._record_signature(kind, name, body)
-        return body if expected is None or content.get("signature") == expected else None
+        text = self.export_record(kind, name)
+        return None if text is None else unsealed(text)["content"]
 
     def put_record(self, kind: str, name: str, content: Mapping[str, Any]) -> str:
         """Stores a small JSON object under `kind` and a digest; returns "" or why it could not."""
         signature = self._record_signature(kind, name, content)
-        text = sealed({"content": dict(content), "signature": signature})
+        return self._keep_record(
+            kind, name, sealed({"content": dict(content), "signature": signature})
+        )
+
+    def add_record(self, kind: str, name: str, text: str) -> str:
+        """Stores a record's file that was made elsewhere, checked; returns "" or why it was not."""
+        if not is_record_name(kind, name):
+            return "refused: no name of a record"
+        if self._checked_record(kind, name, text) is None:
+            return "refused: damaged, or not signed with our key"
+        return self._keep_record(kind, name, text)
+
+    def records(self) -> tuple[tuple[str, str], ...]:
+        """Kind and name of every record, whole or not."""
         try:
-            self._put(self._record_path(kind, name), text.encode())
-        except OSError as error:
-            return f"not stored: {_why(error)}"
-        return ""
+            paths = list(self.directory.glob("records/*/*.json"))
+        except OSError:
+            return ()
+        names = ((path.parent.name, path.name.removesuffix(".json")) for path in paths)
+        return tuple(sorted(pair for pair in names if is_record_name(*pair)))
 
     def entries(self) -> Entries:
         """Everything stored, by digest. Files nobody can read are left out: see `check`."""
@@ -148,11 +161,38 @@ class CacheStore:
         known = {digest: info for digest, info in self._manifest().items() if digest in listed}
         return known | self._scan(listed - known.keys())
 
+    def digests(self) -> frozenset[str]:
+        """Names of all entries, whole or not."""
+        return frozenset(self._listed())
+
+    def export_entry(self, digest: str) -> bytes:
+        """The file of an entry, checked; raises `BadEntry` or `OSError`."""
+        data = self._entry_path(digest).read_bytes()
+        unpack_entry(data, digest, self._signing_key)
+        return data
+
+    def export_record(self, kind: str, name: str) -> str | None:
+        """The file of a record; None where it isn't whole."""
+        try:
+            text = self._record_path(kind, name).read_text()
+        except (OSError, ValueError):
+            return None
+        return None if self._checked_record(kind, name, text) is None else text
+
+    def refresh(self) -> tuple[bool, str]:
+        """Makes the manifest anew from the entries where it says anything else.
+
+        Returns whether it did, and "" or why it could not be done.
+        """
+        if self._manifest() == self._scan(self._listed()):
+            return False, ""
+        return True, self._change_manifest(lambda _: self._scan(self._listed()))
+
     def check(self) -> Iterator[tuple[str, str]]:
         """Reads every entry whole; yields its digest and "" or what is wrong. Moves nothing."""
         for digest in sorted(self._listed()):
             try:
-                unpack_entry(self._entry_path(digest).read_bytes(), digest, self._signing_key)
+                self.export_entry(digest)
             except (OSError, BadEntry) as error:
                 yield digest, str(error)
             else:
@@ -178,16 +218,59 @@ class CacheStore:
 
         return self._change_manifest(kept)
 
+    def remove_records(self, names: Iterable[tuple[str, str]]) -> str:
+        """Deletes records, by kind and name; returns "" or why one could not be."""
+        try:
+            for kind, name in names:
+                self._record_path(kind, name).unlink(missing_ok=True)
+        except OSError as error:
+            return f"not removed: {_why(error)}"
+        return ""
+
     def remove_leftovers(self, before_s: float) -> int:
         """Deletes temporary files of killed writers last touched before this Unix time."""
+        patterns = (f"{folder}{_TEMPORARY}*" for folder in ("", "entries/", "records/*/"))
+        return sum(self._remove_old(pattern, before_s) for pattern in patterns)
+
+    def remove_set_aside(self, before_s: float) -> int:
+        """Deletes refused files that were set aside before this Unix time."""
+        return self._remove_old(f"set_aside/*{SUFFIX}", before_s)
+
+    def _remove_old(self, pattern: str, before_s: float) -> int:
         count = 0
-        for pattern in ("", "entries/", "records/*/"):
-            for path in self.directory.glob(f"{pattern}{_TEMPORARY}*"):
+        with contextlib.suppress(OSError):
+            for path in self.directory.glob(pattern):
                 with contextlib.suppress(OSError):
                     if float(path.stat().mtime or 0) < before_s:
                         path.unlink(missing_ok=True)
                         count += 1
         return count
+
+    def _keep(self, digest: str, data: bytes, info: EntryInfo) -> str:
+        try:
+            self._put(self._entry_path(digest), data)
+        except OSError as error:
+            return f"not stored: {_why(error)}"
+        return self._change_manifest(lambda entries: entries | {digest: info})
+
+    def _keep_record(self, kind: str, name: str, text: str) -> str:
+        try:
+            self._put(self._record_path(kind, name), text.encode())
+        except OSError as error:
+            return f"not stored: {_why(error)}"
+        return ""
+
+    def _checked_record(self, kind: str, name: str, text: str) -> dict[str, Any] | None:
+        try:
+            content = unsealed(text)
+            body = content["content"]
+        except (ValueError, KeyError):
+            return None
+        if not isinstance(body, dict):
+            return None
+        body = cast("dict[str, Any]", body)
+        expected = self._record_signature(kind, name, body)
+        return body if expected is None or content.get("signature") == expected else None
 
     def _entry_path(self, digest: str) -> epath.Path:
         return self.directory / "entries" / f"{digest}{SUFFIX}"
@@ -260,6 +343,11 @@ class CacheStore:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)
             raise
+
+
+def is_record_name(kind: str, name: str) -> bool:
+    """Whether a record may be called so: nothing that leads out of its folder."""
+    return all(_RECORD_NAME.fullmatch(part) for part in (kind, name))
 
 
 def _why(error: OSError) -> str:

@@ -123,6 +123,8 @@ def test_only_what_we_signed_is_read_with_a_key(
     found = CacheStore(tmp_path, SECRET).read(DIGEST)
     assert isinstance(found, Rejected)
     assert reason in found.reason
+    # Whoever has the other key can still use it: a wrong key must not empty a shared folder.
+    assert isinstance(CacheStore(tmp_path, written_with).read(DIGEST), Stored)
 
 
 def test_signed_entries_are_read_with_their_key_and_without_one(tmp_path: Path) -> None:

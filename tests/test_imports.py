@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 HOST_SIDE = (
+    "buckets.cache_archive",
     "buckets.cache_store",
+    "buckets.cache_upkeep",
     "buckets.executable_facts",
     "buckets.plan_file",
     "buckets.shape",

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from etils import epath
+
 from buckets.cache_store import CacheStore
 from tpu_engine.config import EngineConfig
 from tpu_engine.errors import InvalidConfig
@@ -24,17 +26,29 @@ def open_store(config: EngineConfig) -> CacheStore | None:
         if config.require_warm:
             raise InvalidConfig("require_warm", "off where no program is kept", True)
         return None
-    key = None if config.signing_key is None else read_signing_key(config.signing_key)
-    given = config.compile_cache
-    directory = given if "://" in given else Path(given).expanduser()
+    return open_folder(config.compile_cache, config.signing_key)
+
+
+def open_folder(
+    given: str, signing_key: str | None, option: str = "compile_cache", *, make: bool = True
+) -> CacheStore:
+    """The store in a folder or at an address; `option` is what errors call it.
+
+    Raises `InvalidConfig` like `open_store`, and, unless it may `make` the folder, where it isn't.
+    """
+    key = None if signing_key is None else read_signing_key(signing_key)
+    place = given if "://" in given else str(Path(given).expanduser())
     try:
+        directory = epath.Path(place)
+        if not make and not directory.is_dir():
+            raise InvalidConfig(option, "a folder that is there", given)
         return CacheStore(directory, key)
     except OSError as error:
-        given = f"{directory} ({error.strerror or error})"
-        raise InvalidConfig("compile_cache", "a folder, there or to be made", given) from error
+        reason = f"{place} ({error.strerror or error})"
+        raise InvalidConfig(option, "a folder, there or to be made", reason) from error
     except (KeyError, ImportError) as error:  # no such scheme, or its file system isn't installed
         limit = "a folder, or an address whose file system is installed (gs:// needs gcsfs)"
-        raise InvalidConfig("compile_cache", limit, f"{given} ({error})") from error
+        raise InvalidConfig(option, limit, f"{given} ({error})") from error
 
 
 def read_signing_key(path: str) -> bytes:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from server.cli import batch, bench, chat, demo, generate, kernels, plan, serve, status
+from server.cli import batch, bench, cache, chat, demo, generate, kernels, plan, serve, status
 from server.cli.flags import with_flags
 from server.version import package_version
 
@@ -47,6 +47,7 @@ app.command("batch")(with_flags(*batch.OPTIONS)(batch.batch))
 app.command("bench")(with_flags(*bench.OPTIONS)(bench.bench))
 app.command("demo")(with_flags(*demo.OPTIONS)(demo.demo))
 app.command("status")(status.status)
+app.add_typer(cache.app, name="cache")
 app.add_typer(kernels.app, name="kernels")
 app.add_typer(plan.app, name="plan")
 
