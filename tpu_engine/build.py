@@ -14,7 +14,17 @@ import jax
 from buckets.compile_cache import CompileCache, NotWarm
 from buckets.executable import ExecutableRecord
 from buckets.plan import Plan
+from buckets.shape import StepShape
 from buckets.warm_order import opening_shapes, warm_order
+from tpu_engine.canary import (
+    Answer,
+    Canary,
+    answer_name,
+    check_shapes,
+    compare_with_earlier,
+    tolerance_of,
+    weights_fingerprint,
+)
 from tpu_engine.compile_store import open_store
 from tpu_engine.config import EngineConfig
 from tpu_engine.engine_loop import EngineLoop
@@ -28,7 +38,7 @@ from tpu_engine.models.weights_spec import expected_tensors
 from tpu_engine.prepare import memory_plan_of, prepare, require_memory
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.step_plan import Runner
-from tpu_engine.target import new_state
+from tpu_engine.target import StepTarget, new_state
 from tpu_engine.warm_progress import WarmProgress, short_name
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
@@ -36,10 +46,10 @@ from tpu_engine.weights.source import check_tensors
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """One line of start-up: `done` of `total` in a phase ("weights", "compile", "ready").
+    """One line of start-up: `done` of `total` in a phase.
 
-    `current` is the shape at work, `seconds_left` an estimate for the rest of the phase; None where
-    there is none.
+    Phases are "weights", "compile", "canary" and "ready". `current` is the shape at work,
+    `seconds_left` an estimate for the rest of the phase; None where there is none.
     """
 
     phase: str
@@ -106,6 +116,10 @@ def build_engine(
     first = _warm(executables, target.plan, partial, report)
     misses = MissLog()
     runner = ModelRunner(weights, state, executables, misses, config.on_miss)
+    if config.canary:
+        answer = _run_canary(target, first, runner, report)
+        name = answer_name(weights_fingerprint(model.source), _numeric_options(config))
+        compare_with_earlier(answer, name, tolerance_of(config, jax.default_backend()), store)
 
     def compile_count() -> int:
         return executables.compile_count
@@ -149,6 +163,26 @@ def _warm(executables: CompileCache, plan: Plan, partial: bool, report: OnProgre
         raise InvalidConfig("require_warm", limit, str(error)) from error
     executables.freeze(plan.shapes)
     return Plan.of(shapes)
+
+
+def _run_canary(target: StepTarget, plan: Plan, runner: ModelRunner, report: OnProgress) -> Answer:
+    """Runs the plan's programs once on known tokens; raises `CanaryFailed` where they disagree."""
+    config, shapes = target.config, plan.shapes
+    assert config.num_pages is not None
+    in_one_step = config.attention == "xla"
+    canary = Canary(runner, target.num_token_ids, config.num_pages, config.page_size, in_one_step)
+    tolerance = tolerance_of(config, target.devices[0].platform)
+
+    def on_shape(done: int, shape: StepShape) -> None:
+        report(Progress("canary", done, len(shapes), short_name(shape)))
+
+    return check_shapes(canary, shapes, tolerance, on_shape)
+
+
+def _numeric_options(config: EngineConfig) -> dict[str, object]:
+    """What decides the numbers of a step beside the weights."""
+    names = ("dtype", "kv_dtype", "quantize", "attention")
+    return {name: getattr(config, name) for name in names}
 
 
 def _summary(record: ExecutableRecord) -> str:

@@ -44,6 +44,7 @@ class EngineConfig:
         compile_cache: folder for compiled programs, or an address like gs://bucket/folder; an
             empty name keeps them in memory only. The commands take `~/.cache/tpu_engine` if not
             given.
+        canary: run every program once on known tokens before serving, and compare the results.
         signing_key: file with the secret that signs stored programs; unsigned ones are refused.
         require_warm: refuse to start where the compile cache lacks a program, or holds a damaged
             or refused one, instead of compiling it.
@@ -68,6 +69,7 @@ class EngineConfig:
     overlap: bool = True
     plan: str | None = None
     compile_cache: str | None = None
+    canary: bool = True
     signing_key: str | None = None
     require_warm: bool = False
     on_miss: str = "refuse"

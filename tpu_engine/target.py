@@ -42,6 +42,8 @@ _IDLE_OPTIONS = (
     "plan",
     "compile_cache",
     "signing_key",
+    "canary",
+    "hbm_reserve",
     "require_warm",
     "on_miss",
 )
