@@ -7,6 +7,7 @@ file system refuses is fatal: a line says what happened. Loads no JAX and unpick
     manifest.json                    index; can be made anew from the entries
     entries/<digest>.executable      see `buckets.cache_entry`
     records/<kind>/<digest>.json     what the engine notes down (recipes, canaries)
+    claims/                          locks of those who build something
     set_aside/                       files that were refused, for whoever wants to look
 """
 
@@ -154,6 +155,34 @@ class CacheStore:
             return ()
         names = ((path.parent.name, path.name.removesuffix(".json")) for path in paths)
         return tuple(sorted(pair for pair in names if is_record_name(*pair)))
+
+    @contextlib.contextmanager
+    def claim(self, name: str, *, patient: bool) -> Iterator[bool]:
+        """Holds the right to build `name`, until the block or the process ends.
+
+        Gives False where another process holds it, unless `patient`: then it waits. Where nothing
+        can be locked (remote folders, read-only ones) everybody gets True.
+        """
+        try:
+            if not self._is_local:
+                raise OSError("no locks")
+            (self.directory / "claims").mkdir(exist_ok=True)
+            path = self.directory / "claims" / name
+            lock = open(path, "wb")  # noqa: SIM115 - closed below
+        except OSError:
+            yield True
+            return
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | (0 if patient else fcntl.LOCK_NB))
+            except OSError:
+                yield False
+                return
+            try:
+                yield True
+            finally:
+                # Whoever waits for this very file gets it and looks into the store first.
+                path.unlink(missing_ok=True)
 
     def entries(self) -> Entries:
         """Everything stored, by digest. Files nobody can read are left out: see `check`."""

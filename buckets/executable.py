@@ -87,6 +87,10 @@ class ExecutableSource:
         """The key under which `shape` is stored by a machine like this one."""
         return self._want(shape).key
 
+    def recipe_digest(self, shape: StepShape) -> str:
+        """A name for the work of building `shape`, known before anything is lowered."""
+        return self._recipe(shape).digest()
+
     def stored_facts(self, shapes: Iterable[StepShape]) -> dict[StepShape, ExecutableFacts]:
         """The facts of those shapes whose recipe is known and whose entry is listed."""
         if self._store is None:

@@ -10,7 +10,19 @@ from typing import Annotated
 
 import typer
 
-from server.cli import batch, bench, cache, chat, demo, generate, kernels, plan, serve, status
+from server.cli import (
+    batch,
+    bench,
+    cache,
+    chat,
+    demo,
+    generate,
+    kernels,
+    plan,
+    serve,
+    status,
+    warmup,
+)
 from server.cli.flags import with_flags
 from server.version import package_version
 
@@ -45,6 +57,7 @@ app.command("generate")(with_flags(*generate.OPTIONS)(generate.generate))
 app.command("chat")(with_flags(*chat.OPTIONS, optional=chat.OPTIONAL)(chat.chat))
 app.command("batch")(with_flags(*batch.OPTIONS)(batch.batch))
 app.command("bench")(with_flags(*bench.OPTIONS)(bench.bench))
+app.command("warmup")(with_flags(*warmup.OPTIONS, argument="model")(warmup.warmup))
 app.command("demo")(with_flags(*demo.OPTIONS)(demo.demo))
 app.command("status")(status.status)
 app.add_typer(cache.app, name="cache")

@@ -38,12 +38,15 @@ class OptionClass(Protocol):
 
 
 def with_flags(
-    *classes: type[OptionClass], optional: tuple[type[OptionClass], ...] = ()
+    *classes: type[OptionClass],
+    optional: tuple[type[OptionClass], ...] = (),
+    argument: str | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Decorates `command(*options)`: it gets one object of each class, in order.
 
     Adds `--config` (where a class can be read from a file) and `--debug`. Of an `optional` class
-    the command gets None where none of its options is given.
+    the command gets None where none of its options is given. The field called `argument` is given
+    by its place, without a flag.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
@@ -55,6 +58,7 @@ def with_flags(
             )
 
         parameters = [p for cls in classes for p in _parameters(cls, cls in optional)]
+        parameters = [_argument(p) if p.name == argument else p for p in parameters]
         if any(cls in FILE_CLASSES for cls in classes):
             parameters.append(_flag("config", Path | None, None, "YAML or TOML file of options."))
         parameters.append(
@@ -187,6 +191,14 @@ def _flag(
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, option]
     )
+
+
+def _argument(flag: inspect.Parameter) -> inspect.Parameter:
+    """The same option, given by its place."""
+    kind, option = typing.get_args(flag.annotation)
+    name = flag.name.upper()
+    place = typer.Argument(help=option.help, show_default=False, metavar=name)
+    return flag.replace(annotation=Annotated[kind, place])
 
 
 def flag_name(option: str) -> str:

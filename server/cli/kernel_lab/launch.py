@@ -24,6 +24,7 @@ from kernels.analysis.dump import PASS_REGEX, kernel_files
 from kernels.analysis.prediction import WorkFacts
 from kernels.analysis.schedule import KernelSchedule, read_schedule
 from server.cli.kernel_lab.cases import KernelCase
+from server.cli.tpu_compiler import VARIABLES
 from tpu_engine.errors import EngineError
 
 MAX_JOBS = 2
@@ -78,12 +79,8 @@ def compiler_environment(dump: Path) -> dict[str, str]:
     )
     environment = dict(os.environ)
     environment |= {
-        "JAX_PLATFORMS": "cpu",
+        **VARIABLES,
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cached kernel leaves no dump
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_ACCELERATOR_TYPE": "v6e-8",
         "LIBTPU_INIT_ARGS": " ".join((environment.get("LIBTPU_INIT_ARGS", ""), *flags)).strip(),
     }
     return environment
