@@ -181,27 +181,27 @@ def test_gc_removes_what_killed_writers_left(folder: Path) -> None:
 
 def test_pack_and_unpack_carry_a_cache(folder: Path, tmp_path: Path) -> None:
     archive, target = tmp_path / "cache.tar", tmp_path / "elsewhere/cache"
-    result = invoke("pack", "--file", archive, folder=folder)
+    result = invoke("pack", archive, folder=folder)
     assert result.exit_code == 0, result.output
     assert "3 programs packed" in result.stdout
-    result = invoke("unpack", "--file", archive, folder=target)
+    result = invoke("unpack", archive, folder=target)
     assert "3 programs and 3 records added, 0 programs were there already" in result.stdout
     assert stored(target) == {8, 16, 32}
 
 
 def test_pack_leaves_damaged_programs_out_and_says_so(folder: Path, tmp_path: Path) -> None:
     entry(folder, DIGESTS[0]).write_text("damaged")
-    result = invoke("pack", "--file", tmp_path / "cache.tar", folder=folder)
+    result = invoke("pack", tmp_path / "cache.tar", folder=folder)
     assert result.exit_code == 1
     assert f"left out: {DIGESTS[0]}" in result.stderr
     assert "2 programs packed" in result.stdout
 
 
 def test_a_pack_that_fails_leaves_no_file(folder: Path, tmp_path: Path) -> None:
-    result = invoke("pack", "--file", tmp_path / "none/cache.tar", folder=folder)
+    result = invoke("pack", tmp_path / "none/cache.tar", folder=folder)
     assert result.exit_code == 1
     (tmp_path / "cut.tar").write_bytes(b"hello")
-    result = invoke("unpack", "--file", tmp_path / "cut.tar", folder=folder)
+    result = invoke("unpack", tmp_path / "cut.tar", folder=folder)
     assert result.exit_code == 1
     assert "no archive of a compile cache" in result.stderr
     assert stored(folder) == {8, 16, 32}

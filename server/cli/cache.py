@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from server.cli import cache_explain
 from server.cli.flags import with_flags
 from server.cli.startup import default_cache
+from tpu_engine.config import EngineConfig
 from tpu_engine.errors import EngineError, InvalidConfig
 
 if TYPE_CHECKING:
@@ -306,6 +308,9 @@ def _mib(num_bytes: int) -> str:
 
 app.command("ls")(with_flags(StoreFlags, ShowFlags)(ls))
 app.command("verify")(with_flags(StoreFlags, ShowFlags)(verify))
+app.command("explain")(
+    with_flags(cache_explain.ExplainFlags, EngineConfig, argument="shape")(cache_explain.explain)
+)
 app.command("gc")(with_flags(StoreFlags, RemovalFlags)(gc))
-app.command("pack")(with_flags(ArchiveFlags, StoreFlags)(pack))
-app.command("unpack")(with_flags(ArchiveFlags, StoreFlags)(unpack))
+app.command("pack")(with_flags(ArchiveFlags, StoreFlags, argument="file")(pack))
+app.command("unpack")(with_flags(ArchiveFlags, StoreFlags, argument="file")(unpack))
