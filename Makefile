@@ -27,7 +27,7 @@ ARGS ?=
 
 .PHONY: help
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # --- environments ----------------------------------------------------------------------------
 
@@ -79,7 +79,11 @@ test-peers: peers venv ## tests against other engines
 
 .PHONY: test-tpu
 test-tpu: venv-tpu ## kernels and step programs through the real TPU compiler, without a TPU
-	$(PYTEST) -m tpu --timeout 900 $(ARGS)
+	$(PYTEST) -m 'tpu and not long' --timeout 900 $(ARGS)
+
+.PHONY: warmup-matrix
+warmup-matrix: venv-tpu ## warm-ups of two models for every topology, no TPU needed (half an hour)
+	$(PYTEST) -m 'tpu and long' --timeout 1800 tests/test_warmup_tpu.py $(ARGS)
 
 .PHONY: test-kernels
 test-kernels: venv ## the full matrix of kernel cases in interpret mode (hours on two cores)
@@ -87,7 +91,7 @@ test-kernels: venv ## the full matrix of kernel cases in interpret mode (hours o
 
 .PHONY: test-long
 test-long: venv ## everything that takes minutes each
-	$(PYTEST) -m long --timeout 1800 $(ARGS)
+	$(PYTEST) -m 'long and not tpu' --timeout 1800 $(ARGS)
 
 .PHONY: check
 check: venv ## format, lint, types, import rules, generated protocol code

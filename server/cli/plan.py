@@ -18,6 +18,7 @@ from rich.table import Table
 from buckets.device_profile import DeviceProfile, profile_from_yaml
 from buckets.plan import InvalidPlan, PlanLimits, purpose
 from buckets.plan_file import PlanFile, plan_file_from_yaml, plan_to_yaml
+from server.cli import plan_memory
 from server.cli.flags import with_flags
 from server.cli.plan_swap import swap
 from tpu_engine.config import EngineConfig
@@ -65,6 +66,7 @@ def show(config: EngineConfig | None, flags: ShowFlags | None) -> None:
 
 
 app.command("show")(with_flags(EngineConfig, ShowFlags, optional=(EngineConfig, ShowFlags))(show))
+app.command("memory")(with_flags(*plan_memory.OPTIONS, argument="model")(plan_memory.memory))
 app.command("swap")(swap)
 
 
