@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import jax
 
+from buckets.cache_store import CacheStore
 from buckets.compile_cache import CompileCache, NotWarm
 from buckets.executable import ExecutableRecord
 from buckets.plan import Plan
@@ -37,8 +38,10 @@ from tpu_engine.models.registry import family_of
 from tpu_engine.models.weights_spec import expected_tensors
 from tpu_engine.prepare import memory_plan_of, prepare, require_memory
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
+from tpu_engine.state_program import new_state
 from tpu_engine.step_plan import Runner
-from tpu_engine.target import StepTarget, new_state
+from tpu_engine.step_program import StepState
+from tpu_engine.target import StepTarget
 from tpu_engine.warm_progress import WarmProgress, short_name
 from tpu_engine.weights.open_model import OpenedModel, open_model
 from tpu_engine.weights.source import check_tensors
@@ -112,8 +115,7 @@ def build_engine(
         target.mesh,
         lambda name, done, total: report(Progress("weights", done, total, name)),
     )
-    state = new_state(target)
-    first = _warm(executables, target.plan, partial, report)
+    state, first = _warm(executables, target, store, partial, report)
     misses = MissLog()
     runner = ModelRunner(weights, state, executables, misses, config.on_miss)
     if config.canary:
@@ -146,13 +148,24 @@ def new_loop(
     return EngineLoop(scheduler, runner, config.overlap, compile_count)
 
 
-def _warm(executables: CompileCache, plan: Plan, partial: bool, report: OnProgress) -> Plan:
-    """Loads or compiles every shape, or those to open with; returns the plan that they make."""
+def _warm(
+    executables: CompileCache,
+    target: StepTarget,
+    store: CacheStore | None,
+    partial: bool,
+    report: OnProgress,
+) -> tuple[StepState, Plan]:
+    """Allocates the state, and loads or compiles every shape or those to open with.
+
+    Returns the plan that these shapes make.
+    """
+    plan = target.plan
     shapes = opening_shapes(plan) if partial else warm_order(plan)
     seen = WarmProgress(shapes)
     current = short_name(seen.current)
     report(Progress("compile", 0, seen.total, "first shape", current))
     try:
+        state, _ = new_state(target, store, require_warm=target.config.require_warm)
         for record in executables.build(shapes):
             seen.note(record.shape, record.source, record.seconds)
             current, left_s = short_name(seen.current), seen.seconds_left
@@ -162,7 +175,7 @@ def _warm(executables: CompileCache, plan: Plan, partial: bool, report: OnProgre
         limit = "a cache that holds every program (tpu-engine warmup fills one)"
         raise InvalidConfig("require_warm", limit, str(error)) from error
     executables.freeze(plan.shapes)
-    return Plan.of(shapes)
+    return state, Plan.of(shapes)
 
 
 def _run_canary(target: StepTarget, plan: Plan, runner: ModelRunner, report: OnProgress) -> Answer:

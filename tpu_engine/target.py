@@ -164,13 +164,6 @@ def abstract_model(model: ModelConfig, config: EngineConfig) -> tuple[nnx.GraphD
     return nnx.split(nnx.eval_shape(build))
 
 
-def new_state(target: StepTarget) -> StepState:
-    """Allocates the KV cache and the last-token buffer on the target's devices."""
-    return jax.tree.map(
-        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype, device=leaf.sharding), target.state
-    )
-
-
 def placed_weights(config: EngineConfig, model: ModelConfig, mesh: Mesh) -> nnx.State:
     """Abstract weights with their shardings; refuses a mesh that doesn't divide the model."""
     _, abstract = abstract_model(model, config)
