@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 
 from buckets.cache_key import CacheKey
 from buckets.cache_store import CacheStore, Rejected, Stored
@@ -82,6 +83,8 @@ class ExecutableSource:
     def __init__(self, programs: Programs, store: CacheStore | None) -> None:
         self._programs = programs
         self._store = store
+        if store is not None:
+            _turn_off_jax_cache()
 
     def key(self, shape: StepShape) -> CacheKey:
         """The key under which `shape` is stored by a machine like this one."""
@@ -233,6 +236,17 @@ def load_executable(
     return serialize_executable.deserialize_and_load(
         payload, *trees, backend=devices[0].client, execution_devices=devices
     )
+
+
+def _turn_off_jax_cache() -> None:
+    """Makes this process compile what it stores, instead of taking it from JAX's own cache.
+
+    What JAX's cache gives for CPUs can be serialised and loaded again, but lacks functions when it
+    is run (seen with JAX 0.10.2): an entry made of it would fail while serving.
+    """
+    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
+        jax.config.update("jax_enable_compilation_cache", False)
+        compilation_cache.reset_cache()  # it remembers for good that it was on
 
 
 def _name(devices: list[Any]) -> str:

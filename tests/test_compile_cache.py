@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -241,3 +244,42 @@ def test_a_warm_up_loads_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert source.stored_facts(SHAPES) == {SHAPES[0]: record.facts}
     cache = CompileCache(SmallPrograms(), CacheStore(tmp_path))
     assert [record.source for record in cache.build(SHAPES)] == ["loaded", "compiled"]
+
+
+WITH_JAX_CACHE = """
+import sys
+import jax.numpy as jnp
+from buckets.cache_store import CacheStore
+from buckets.compile_cache import CompileCache
+from tests.small_programs import SHAPES, SmallPrograms
+
+jnp.ones(3) + 1  # JAX's cache is in use before ours is opened
+cache = CompileCache(SmallPrograms(), CacheStore(sys.argv[1]))
+sources = [record.source for record in cache.build(SHAPES[:1])]
+print(sources[0], cache.get(SHAPES[0])(jnp.ones(2))["sum"])
+"""
+
+
+def test_what_jax_has_in_its_own_cache_is_not_stored(tmp_path: Path, repo_root: Path) -> None:
+    variables = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": str(repo_root),
+    }
+
+    def run(code: str, *words: str) -> str:
+        command = [sys.executable, "-c", code, *words]
+        done = subprocess.run(
+            command, env=variables, cwd=repo_root, capture_output=True, text=True, check=True
+        )
+        return done.stdout.strip()
+
+    warm_jax = (
+        "from tests.small_programs import *\n"
+        "SmallPrograms().lower(SHAPES[0]).compile(compiler_options=None)"
+    )
+    run(warm_jax)
+    assert list((tmp_path / "jax").iterdir())
+    assert run(WITH_JAX_CACHE, str(tmp_path / "ours")) == "compiled 2.0"
+    assert run(WITH_JAX_CACHE, str(tmp_path / "ours")) == "loaded 2.0"
