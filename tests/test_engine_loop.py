@@ -5,13 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from buckets.plan import Plan, PlanLimits, default_plan
+from buckets.plan import InvalidPlan, Plan, PlanLimits, default_plan
 from buckets.shape import StepShape
 from tests.fake_engine import FakeEngine, request
 from tests.fake_runner import FakeRunner, expected_tokens
 from tpu_engine.engine_loop import MAX_STEP_RECORDS
 from tpu_engine.errors import CompileMiss, InvalidRequest, Overloaded
-from tpu_engine.messages import End, Refused, Submit
+from tpu_engine.messages import End, Refused, Submit, UsePlan
 from tpu_engine.request import Finish, FinishReason, Request
 from tpu_engine.step_plan import StepPlan
 
@@ -201,3 +201,28 @@ def test_default_plans_of_other_limits_serve_as_well():
         engine = FakeEngine(plan=plan)
         engine.run(mixed(5))
         assert all(engine.tokens[r.request_id] == expected_tokens(r) for r in mixed(5))
+
+
+def test_a_plan_is_settled_once_no_step_of_the_old_one_is_in_flight() -> None:
+    engine = FakeEngine(overlap=True)
+    assert engine.loop.settled_plan is None, "none was set"
+    engine.turn([Submit(request(1, num_prompt=4, max_tokens=5))])
+    plan = Plan.of([engine.plan.shapes[-1]])
+    engine.loop.use_plan(UsePlan(plan))
+    assert engine.loop.settled_plan is None, "the prompt's step is still in flight"
+    engine.turn()
+    assert engine.loop.settled_plan is plan
+    with pytest.raises(InvalidPlan, match="exceeds"):
+        engine.loop.use_plan(UsePlan(Plan.of([StepShape(999, 4, plan.pages_per_seq, 4)])))
+    assert engine.loop.settled_plan is plan
+    while engine.loop.has_work:
+        engine.turn()
+    assert {p.shape for p in engine.runner.plans[1:]} == set(plan.shapes)
+
+
+def test_seconds_of_overlapping_steps_are_counted_once() -> None:
+    engine = FakeEngine(overlap=True)
+    engine.run([request(i, num_prompt=20, max_tokens=6) for i in range(3)])
+    uses = engine.loop.status().shapes
+    assert sum(use.steps for use in uses) == engine.loop.status().steps
+    assert 0 < sum(use.seconds for use in uses) <= engine.now
