@@ -45,7 +45,7 @@ class BackendCompiles:
     def __init__(self) -> None:
         self.count = 0
 
-    def note(self, event: str, duration_s: float, **_: Any) -> None:
+    def note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
         self.count += event == self.EVENT
 
 
