@@ -244,8 +244,9 @@ def _turn_off_jax_cache() -> None:
     What JAX's cache gives for CPUs can be serialised and loaded again, but lacks functions when it
     is run (seen with JAX 0.10.2): an entry made of it would fail while serving.
     """
-    if jax.config.jax_enable_compilation_cache and jax.config.jax_compilation_cache_dir:
-        jax.config.update("jax_enable_compilation_cache", False)
+    config: Any = jax.config  # its type doesn't name the options
+    if config.jax_enable_compilation_cache and config.jax_compilation_cache_dir:
+        config.update("jax_enable_compilation_cache", False)
         compilation_cache.reset_cache()  # it remembers for good that it was on
 
 

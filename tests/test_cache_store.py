@@ -233,22 +233,37 @@ def test_a_manifest_of_another_version_is_made_anew(tmp_path: Path) -> None:
 # --- crowds and crashes ----------------------------------------------------------------------
 
 
+# A process that has loaded JAX must not fork; this server of processes has not.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["tests.test_cache_store"])
+
+
 def write_many(directory: Path, seed: int) -> None:
     store = CacheStore(directory)
+    (directory / f"started-{seed}").touch()
     choice = random.Random(seed)
     while True:
         program = str(choice.randrange(8))
         store.write(key(program), program.encode() * choice.randrange(1, 200_000), {})
 
 
+def wait_for(*paths: Path) -> None:
+    given_up_s = time.monotonic() + 60
+    while not all(path.exists() for path in paths):
+        assert time.monotonic() < given_up_s
+        time.sleep(0.01)
+
+
 def test_writers_killed_at_any_moment_leave_whole_entries(tmp_path: Path) -> None:
-    spawn = multiprocessing.get_context("fork")
     reader = CacheStore(tmp_path)
     for seed in range(6):
-        writers = [spawn.Process(target=write_many, args=(tmp_path, seed + i)) for i in (0, 100)]
+        writers = [
+            PROCESSES.Process(target=write_many, args=(tmp_path, seed + i)) for i in (0, 100)
+        ]
         for writer in writers:
             writer.start()
-        time.sleep(0.05 + 0.03 * seed)
+        wait_for(tmp_path / f"started-{seed}", tmp_path / f"started-{seed + 100}")
+        time.sleep(0.02 + 0.03 * seed)
         for writer in writers:
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGKILL)
@@ -264,15 +279,14 @@ def test_writers_killed_at_any_moment_leave_whole_entries(tmp_path: Path) -> Non
     assert reader.write(key("after"), PAYLOAD, {}) == ""
 
 
+def write_five(directory: Path, writer: int) -> None:
+    store = CacheStore(directory)
+    for i in range(5):
+        assert store.write(key(f"{writer}/{i}"), PAYLOAD, {}) == ""
+
+
 def test_many_writers_lose_no_entry_of_the_manifest(tmp_path: Path) -> None:
-    fork = multiprocessing.get_context("fork")
-
-    def write_five(writer: int) -> None:
-        store = CacheStore(tmp_path)
-        for i in range(5):
-            assert store.write(key(f"{writer}/{i}"), PAYLOAD, {}) == ""
-
-    writers = [fork.Process(target=write_five, args=(i,)) for i in range(4)]
+    writers = [PROCESSES.Process(target=write_five, args=(tmp_path, i)) for i in range(4)]
     for writer in writers:
         writer.start()
     for writer in writers:
@@ -290,9 +304,7 @@ def write_to_a_full_disk(directory: Path) -> None:
 
 def test_a_full_disk_costs_the_entry_and_nothing_else(tmp_path: Path) -> None:
     store = filled(tmp_path)
-    writer = multiprocessing.get_context("fork").Process(
-        target=write_to_a_full_disk, args=(tmp_path,)
-    )
+    writer = PROCESSES.Process(target=write_to_a_full_disk, args=(tmp_path,))
     writer.start()
     writer.join()
     assert writer.exitcode == 0
