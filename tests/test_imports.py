@@ -14,6 +14,7 @@ HOST_SIDE = (
     "buckets.cache_store",
     "buckets.cache_upkeep",
     "buckets.executable_facts",
+    "buckets.cost",
     "buckets.plan_file",
     "buckets.shape",
     "buckets.warm_order",
