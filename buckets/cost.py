@@ -3,13 +3,15 @@
 Owns the sources and their order of trust: steps observed on this device, then the estimates made
 at warm-up, then roofline arithmetic. Doesn't know requests, clocks or chips: figures are passed in.
 
-    observed      base(shape) + sum of slope * amount, slopes >= 0
+    observed      (base(shape) + sum of slope * amount) * pace, slopes >= 0
     before that   prior(shape, amounts) * median of observed / prior over the other shapes
 
 The amounts of a step are the KV positions it reads, its query-key pairs, and named features of
 whoever adds some (tokens to experts, bytes of collectives, ...). Within one shape a prediction
 never falls when an amount grows. Slopes are shared by all shapes, as a position costs the same to
 read whatever the batch; the base of a shape is the median of what its last steps took beside that.
+The pace is how much slower than that the last few steps were, whatever their shapes: neighbours on
+a host and clocks that are throttled slow all shapes at once, for seconds.
 The fit is Huber's (P. J. Huber, Robust Estimation of a Location Parameter, 1964) by iterated
 reweighting, with the slopes kept at or above 0 by coordinate descent.
 """
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -36,7 +38,7 @@ MIN_S, MAX_S = 1e-6, 600.0
 # A prediction stays within this factor of what its shape's steps or its prior say.
 BOUND = 4.0
 _HUBER = 1.345  # in median absolute deviations: 95 % as efficient as least squares on clean data
-_ROUNDS = 6
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +69,25 @@ class Roofline:
     """The least a step can take: bytes over bandwidth or operations over peak, all per device.
 
     The defaults stand for an ordinary processor with a small model; observations correct them.
+    `is_exact` says that bandwidth and peak are the chip's own, so that nothing can be faster.
+    Collectives are left out.
     """
 
     bytes_per_s: float = 1e10
     flops_per_s: float = 1e11
     weight_bytes: float = 1e9
     flops_per_token: float = 1e9
+    flops_per_logit_row: float = 0.0
     kv_token_bytes: float = 1e4
     flops_per_pair: float = 1e5
     fixed_s: float = 1e-4
+    is_exact: bool = False
 
     def seconds(self, shape: StepShape, work: Work) -> float:
         num_bytes = self.weight_bytes + work.kv_tokens_read * self.kv_token_bytes
-        flops = shape.num_tokens * self.flops_per_token + work.attention_work * self.flops_per_pair
+        flops = shape.num_tokens * self.flops_per_token
+        flops += shape.num_logit_rows * self.flops_per_logit_row
+        flops += work.attention_work * self.flops_per_pair
         return self.fixed_s + max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
@@ -89,6 +97,7 @@ class CostOptions:
 
     Attributes:
         window: observations kept per shape.
+        pace_window: last steps that the pace is the median of.
         skip: first runs of each shape that are not looked at.
         min_observations: of a shape, before its own are believed.
         refit_every: observations between two fits of the slopes.
@@ -98,9 +107,10 @@ class CostOptions:
     """
 
     window: int = 48
+    pace_window: int = 9
     skip: int = 1
     min_observations: int = 3
-    refit_every: int = 16
+    refit_every: int = 64
     error_window: int = 64
     max_error: float = 0.25
     min_scored: int = 16
@@ -108,11 +118,29 @@ class CostOptions:
 
 @dataclass(slots=True)
 class _Seen:
-    """The last steps of one shape: amounts and seconds; `num` counts all of them."""
+    """The last steps of one shape: amounts, seconds, and seconds beside what the amounts cost.
 
-    rows: deque[tuple[dict[str, float], float]]
+    `num` counts all steps of the shape.
+    """
+
+    amounts: deque[dict[str, float]]
+    taken_s: deque[float]
+    rest_s: deque[float]
     num: int = 0
     base_s: float = 0.0
+    least_s: float = 0.0
+    most_s: float = 0.0
+
+    @classmethod
+    def of(cls, window: int) -> _Seen:
+        return cls(deque(maxlen=window), deque(maxlen=window), deque(maxlen=window))
+
+    def add(self, amounts: dict[str, float], taken_s: float, slope_s: float) -> None:
+        self.amounts.append(amounts)
+        self.taken_s.append(taken_s)
+        self.rest_s.append(taken_s - slope_s)
+        self.base_s = _middle(self.rest_s)
+        self.least_s, self.most_s = min(self.taken_s), max(self.taken_s)
 
 
 class CostModel:
@@ -133,6 +161,8 @@ class CostModel:
         self._since_fit = 0
         self._errors: deque[float] = deque(maxlen=self._options.error_window)
         self._ratio = 1.0
+        self._paces: deque[float] = deque(maxlen=self._options.pace_window)
+        self._pace = 1.0
 
     @property
     def recent_error(self) -> float | None:
@@ -154,44 +184,57 @@ class CostModel:
 
     def predict(self, shape: StepShape, work: Work) -> float:
         """Seconds of a step, between `MIN_S` and `MAX_S`."""
-        prior_s = self._prior(shape, work) * self._ratio
-        if not self._is_observed(shape):
-            return _clip(prior_s, MIN_S, MAX_S)
-        seen = self._seen[shape]
-        seconds = seen.base_s + self._slope_s(work.amounts())
-        times = [taken_s for _, taken_s in seen.rows]
-        most = BOUND * max(max(times), prior_s)
-        return _clip(_clip(seconds, min(times) / BOUND, most), MIN_S, MAX_S)
+        return self._paced(shape, work, self._pace)
 
     def observe(self, shape: StepShape, work: Work, seconds: float) -> None:
         """Takes note of a step that took `seconds`; nonsense (0, NaN, hours) is left out."""
         if not (math.isfinite(seconds) and 0 < seconds <= MAX_S):
             return
         options = self._options
-        seen = self._seen.setdefault(shape, _Seen(deque(maxlen=options.window)))
+        seen = self._seen.get(shape)
+        if seen is None:
+            seen = self._seen[shape] = _Seen.of(options.window)
         seen.num += 1
         if seen.num <= options.skip:
             return
-        predicted_s = self.predict(shape, work)
+        steady_s = self._paced(shape, work, 1.0)
+        predicted_s = self._paced(shape, work, self._pace)
         self._errors.append(abs(predicted_s - seconds) / seconds)
-        seen.rows.append((work.amounts(), seconds))
+        if self._is_observed(shape):
+            self._paces.append(seconds / steady_s)
+            self._pace = _middle(self._paces)
+        amounts = work.amounts()
+        seen.add(amounts, seconds, self._slope_s(amounts))
         self._since_fit += 1
         if self._since_fit >= options.refit_every:
             self._since_fit = 0
             self._fit()
-        else:
-            self._rebase(seen)
-        self._calibrate()
+            self._calibrate()
+        elif len(seen.taken_s) == options.min_observations:
+            self._calibrate()
+
+    def _paced(self, shape: StepShape, work: Work, pace: float) -> float:
+        prior_s = self._prior(shape, work) * self._ratio
+        if not self._is_observed(shape):
+            return _clip(prior_s, MIN_S, MAX_S)
+        seen = self._seen[shape]
+        seconds = (seen.base_s + self._slope_s(work.amounts())) * pace
+        most = BOUND * max(seen.most_s, prior_s)
+        return _clip(_clip(seconds, seen.least_s / BOUND, most), MIN_S, MAX_S)
 
     def _is_observed(self, shape: StepShape) -> bool:
         seen = self._seen.get(shape)
-        return seen is not None and len(seen.rows) >= self._options.min_observations
+        return seen is not None and len(seen.taken_s) >= self._options.min_observations
 
     def _known_s(self, shape: StepShape) -> float | None:
         if self._profile is None:
             return None
         facts = self._profile.of(shape)
-        return facts.estimated_step_s if facts.measured_step_s is None else facts.measured_step_s
+        if facts.measured_step_s is not None or facts.estimated_step_s is None:
+            return facts.measured_step_s
+        # The compiler prices a scanned body once and some kernels not at all.
+        least_s = self._roofline.seconds(shape, Work()) if self._roofline.is_exact else 0.0
+        return max(facts.estimated_step_s, least_s)
 
     def _prior(self, shape: StepShape, work: Work) -> float:
         """What is known without observations; the estimate lacks what the KV at hand costs."""
@@ -204,39 +247,38 @@ class CostModel:
     def _slope_s(self, amounts: Mapping[str, float]) -> float:
         return sum(self._slopes.get(name, 0.0) * amount for name, amount in amounts.items())
 
-    def _rebase(self, seen: _Seen) -> None:
-        rest = [taken_s - self._slope_s(amounts) for amounts, taken_s in seen.rows]
-        seen.base_s = float(np.median(rest)) if rest else 0.0
-
     def _calibrate(self) -> None:
         """How far the priors are off, by the shapes that were observed."""
         ratios: list[float] = []
         for shape, seen in self._seen.items():
             if self._is_observed(shape):
-                amounts, taken_s = seen.rows[-1]
-                ratios.append(taken_s / self._prior(shape, _work(amounts)))
+                prior_s = self._prior(shape, _work(seen.amounts[-1]))
+                ratios.append(seen.taken_s[-1] / prior_s)
         if ratios:
             self._ratio = float(np.median(ratios))
 
     def _fit(self) -> None:
         """Fits the slopes to all that is remembered, each shape by its own medians."""
-        names = sorted({name for seen in self._seen.values() for a, _ in seen.rows for name in a})
+        known = [s for s in self._seen.values() if len(s.taken_s) >= self._options.min_observations]
+        names = sorted({name for seen in known for a in seen.amounts for name in a})
         columns: list[Array] = []
         targets: list[Array] = []
-        for seen in self._seen.values():
-            if len(seen.rows) < self._options.min_observations:
-                continue
-            x = np.array([[a.get(name, 0.0) for name in names] for a, _ in seen.rows])
-            y = np.array([taken_s for _, taken_s in seen.rows])
+        for seen in known:
+            x = np.array([[a.get(name, 0.0) for name in names] for a in seen.amounts])
+            y = np.array(seen.taken_s)
             middle = float(np.median(y))
             # Relative errors count, or the largest steps would decide everything.
             columns.append((x - np.median(x, axis=0)) / middle)
             targets.append((y - middle) / middle)
-        if columns:
-            slopes = _huber_slopes(np.concatenate(columns), np.concatenate(targets))
-            self._slopes = dict(zip(names, slopes.tolist(), strict=True))
+        if not columns:
+            return
+        slopes = _huber_slopes(np.concatenate(columns), np.concatenate(targets))
+        self._slopes = dict(zip(names, slopes.tolist(), strict=True))
         for seen in self._seen.values():
-            self._rebase(seen)
+            pairs = list(zip(seen.amounts, seen.taken_s, strict=True))
+            seen.rest_s.clear()
+            seen.rest_s.extend(taken_s - self._slope_s(amounts) for amounts, taken_s in pairs)
+            seen.base_s = _middle(seen.rest_s) if pairs else 0.0
 
 
 def _huber_slopes(x: Array, y: Array) -> Array:
@@ -266,7 +308,7 @@ def _nonnegative(x: Array, y: Array, weights: Array, start: Array) -> Array:
     gram = (x * weights[:, None]).T @ x + 1e-6 * len(y) * np.eye(x.shape[1])
     moment = (x * weights[:, None]).T @ y
     found = start.copy()
-    for _ in range(30):
+    for _ in range(10):
         for i in range(len(found)):
             rest = moment[i] - gram[i] @ found + gram[i, i] * found[i]
             found[i] = max(0.0, rest / gram[i, i])
@@ -280,3 +322,9 @@ def _work(amounts: Mapping[str, float]) -> Work:
 
 def _clip(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)
+
+
+def _middle(values: Iterable[float]) -> float:
+    """The median; of an even number, the upper of the two."""
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]

@@ -114,6 +114,14 @@ def test_it_follows_a_device_that_changes():
     assert model.predict(SMALL, Work()) == pytest.approx(2 * BASES[SMALL], rel=0.1)
 
 
+def test_a_slow_host_slows_all_shapes_within_a_few_steps():
+    model = taught(8, 200)
+    before = model.predict(LARGE, Work(100))
+    for _ in range(6):
+        model.observe(SMALL, Work(100), 3 * true_s(SMALL, Work(100)))
+    assert model.predict(LARGE, Work(100)) == pytest.approx(3 * before, rel=0.15)
+
+
 def test_it_is_not_trusted_where_steps_are_noise():
     rng = np.random.default_rng(5)
     model = CostModel()
@@ -155,7 +163,14 @@ def test_estimates_come_before_the_roofline_and_observations_before_both():
 
 
 def test_the_roofline_is_the_nearer_of_its_two_roofs():
-    roofline = Roofline(1e12, 1e14, 1e10, 1e10, 1e5, 1e6, fixed_s=0.0)
+    roofline = Roofline(
+        bytes_per_s=1e12,
+        flops_per_s=1e14,
+        weight_bytes=1e10,
+        flops_per_token=1e10,
+        kv_token_bytes=1e5,
+        fixed_s=0.0,
+    )
     assert roofline.seconds(SMALL, Work()) == pytest.approx(0.01)
     assert roofline.seconds(UNSEEN, Work()) == pytest.approx(256e10 / 1e14)
     assert roofline.seconds(SMALL, Work(1e6)) == pytest.approx(0.11)

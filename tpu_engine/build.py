@@ -13,6 +13,7 @@ import jax
 
 from buckets.cache_store import CacheStore
 from buckets.compile_cache import CompileCache, NotWarm
+from buckets.cost import CostModel
 from buckets.executable import ExecutableRecord
 from buckets.plan import Plan
 from buckets.shape import StepShape
@@ -36,7 +37,7 @@ from tpu_engine.model_runner import ModelRunner
 from tpu_engine.models.loading import load_weights
 from tpu_engine.models.registry import family_of
 from tpu_engine.models.weights_spec import expected_tensors
-from tpu_engine.prepare import memory_plan_of, prepare, require_memory
+from tpu_engine.prepare import cost_model_of, memory_plan_of, prepare, require_memory
 from tpu_engine.scheduler import Scheduler, SchedulerLimits
 from tpu_engine.state_program import new_state
 from tpu_engine.step_plan import Runner
@@ -126,14 +127,18 @@ def build_engine(
     def compile_count() -> int:
         return executables.compile_count
 
-    loop = new_loop(config, first, runner, compile_count)
+    loop = new_loop(config, first, runner, compile_count, cost_model_of(target))
     counts = f"{len(first.shapes)} of {len(target.plan.shapes)} shapes, {config.num_pages} pages"
     report(Progress("ready", 1, 1, counts))
     return BuiltEngine(loop, runner, model, config, target.plan, compile_count, executables, misses)
 
 
 def new_loop(
-    config: EngineConfig, plan: Plan, runner: Runner, compile_count: Callable[[], int]
+    config: EngineConfig,
+    plan: Plan,
+    runner: Runner,
+    compile_count: Callable[[], int],
+    cost: CostModel | None = None,
 ) -> EngineLoop:
     """A step loop with a scheduler and a page pool of its own, from a derived configuration."""
     assert config.num_pages is not None
@@ -145,7 +150,7 @@ def new_loop(
         max_chunk=config.max_chunk,
     )
     scheduler = Scheduler(plan, limits, PagePool(config.num_pages))
-    return EngineLoop(scheduler, runner, config.overlap, compile_count)
+    return EngineLoop(scheduler, runner, config.overlap, compile_count, cost)
 
 
 def _warm(

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from buckets.cost import CostModel
 from buckets.plan import Plan
 from buckets.shape import StepShape
 from tpu_engine.errors import CompileMiss, DeviceFault, InvalidRequest, Overloaded
@@ -35,7 +36,8 @@ MAX_STEP_RECORDS = 512
 class StepRecord:
     """What one step was: `rows` are `(request, epoch, start, num_tokens)`, times are in seconds.
 
-    `fault` says why the step gave no result ("" if it did).
+    `fault` says why the step gave no result ("" if it did). Of steps that overlap, `added_s` is
+    what this one adds to the one before it; `predicted_s` is that as the cost model saw it coming.
     """
 
     step_id: int
@@ -45,6 +47,8 @@ class StepRecord:
     executed_tokens: int
     planned_s: float
     collected_s: float
+    added_s: float
+    predicted_s: float
     fault: str = ""
 
 
@@ -54,6 +58,7 @@ class _Dispatched:
 
     plan: StepPlan
     planned_s: float
+    predicted_s: float
     handle: InFlight | None
     fault: str = ""
 
@@ -67,8 +72,10 @@ class EngineLoop:
         runner: Runner,
         overlap: bool = True,
         compile_count: Callable[[], int] = lambda: 0,
+        cost: CostModel | None = None,
     ) -> None:
-        """`compile_count` tells how many programs were compiled so far."""
+        """`compile_count` tells how many programs were compiled so far; `cost` learns of steps."""
+        self.cost = CostModel() if cost is None else cost
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
@@ -170,10 +177,12 @@ class EngineLoop:
         )
 
     def _dispatch(self, plan: StepPlan, now: float) -> _Dispatched:
+        predicted_s = self.cost.predict(plan.shape, plan.work)
         try:
-            return _Dispatched(plan, now, self._runner.dispatch(plan))
+            return _Dispatched(plan, now, predicted_s, self._runner.dispatch(plan))
         except (DeviceFault, CompileMiss) as error:
-            return _Dispatched(plan, now, None, str(error) or type(error).__name__)
+            fault = str(error) or type(error).__name__
+            return _Dispatched(plan, now, predicted_s, None, fault)
 
     def _collect(self, step: _Dispatched, clock: Callable[[], float]) -> list[Outbound]:
         """Reads a step back; a fault ends the requests that were in it and nobody else."""
@@ -200,7 +209,11 @@ class EngineLoop:
         self._useful_tokens += plan.num_useful_tokens
         self._executed_tokens += plan.num_executed_tokens
         self._num_older = max(0, self._num_older - 1)
-        self._count_use(step, collected_s)
+        added_s = max(0.0, collected_s - max(step.planned_s, self._last_end_s))
+        self._last_end_s = collected_s
+        self._count_use(plan, added_s)
+        if not fault:
+            self.cost.observe(plan.shape, plan.work, added_s)
         self.records.append(
             StepRecord(
                 step_id=plan.step_id,
@@ -210,20 +223,18 @@ class EngineLoop:
                 executed_tokens=plan.num_executed_tokens,
                 planned_s=step.planned_s,
                 collected_s=collected_s,
+                added_s=added_s,
+                predicted_s=step.predicted_s,
                 fault=fault,
             )
         )
 
-    def _count_use(self, step: _Dispatched, collected_s: float) -> None:
-        plan = step.plan
+    def _count_use(self, plan: StepPlan, added_s: float) -> None:
         use = self._uses.get(plan.shape) or ShapeUse(plan.shape)
-        # Of steps that overlap, each counts for what it adds to the one before it.
-        added_s = collected_s - max(step.planned_s, self._last_end_s)
-        self._last_end_s = collected_s
         self._uses[plan.shape] = ShapeUse(
             plan.shape,
             use.steps + 1,
             use.useful_tokens + plan.num_useful_tokens,
             use.executed_tokens + plan.num_executed_tokens,
-            use.seconds + max(0.0, added_s),
+            use.seconds + added_s,
         )

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from buckets.cost import CostModel
 from buckets.executable_facts import ExecutableFacts
 from buckets.plan import Plan
 from buckets.shape import StepShape
@@ -25,7 +26,8 @@ from tpu_engine.kernel_choice import choose_kernels
 from tpu_engine.memory_plan import DeviceNeeds, MemoryPlan, kv_budget, plan_memory
 from tpu_engine.models.config import ModelConfig
 from tpu_engine.models.sharding import make_mesh
-from tpu_engine.plans import choose_plan
+from tpu_engine.plans import choose_plan, open_plan
+from tpu_engine.step_cost import roofline_of
 from tpu_engine.target import StepTarget, make_target, placed_weights
 
 
@@ -66,6 +68,22 @@ def memory_plan_of(target: StepTarget, facts: Mapping[StepShape, ExecutableFacts
         page_bytes=layout.page_bytes(target.model.num_layers) // target.config.tensor_parallel,
     )
     return plan_memory(target.config, target.model, target.plan, needs, facts)
+
+
+def cost_model_of(target: StepTarget) -> CostModel:
+    """A cost model that knows the model, the chip and the configured plan file's profile."""
+    config, device = target.config, target.devices[0]
+    page_bytes = target.choice.layout.page_bytes(target.model.num_layers)
+    roofline = roofline_of(
+        target.model,
+        None if device.platform == "cpu" else chip_of(device.device_kind),
+        num_shards=config.tensor_parallel,
+        weight_bytes=bytes_per_device(target.weights),
+        kv_token_bytes=page_bytes / config.page_size / config.tensor_parallel,
+    )
+    if config.plan is None:
+        return CostModel(roofline)
+    return CostModel(roofline, open_plan(config, plan_limits(config)).profile)
 
 
 def require_memory(plan: MemoryPlan, device: Any) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from buckets.cost import Work
 from buckets.shape import StepShape
 
 Int32 = NDArray[np.int32]
@@ -72,6 +73,13 @@ class StepPlan:
     @property
     def num_executed_tokens(self) -> int:
         return self.shape.num_tokens
+
+    @property
+    def work(self) -> Work:
+        """What the cost model must know beside the shape: KV positions read, query-key pairs."""
+        starts, counts = self.starts.astype(np.int64), self.num_tokens.astype(np.int64)
+        pairs = counts * starts + counts * (counts + 1) // 2
+        return Work(float((starts + counts).sum()), float(pairs.sum()))
 
     def rows(self) -> Iterator[tuple[int, int, int, int]]:
         """Yields `(request, epoch, start, num_tokens)` per row, for auditors and records."""
