@@ -64,6 +64,31 @@ def plan_to_yaml(plan: Plan, profile: DeviceProfile | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_profile(text: str, profile: DeviceProfile) -> str:
+    """The plan file `text` with this profile in it; what a person wrote stays as it is.
+
+    Facts that the file has of the same target and this profile lacks stay too.
+    """
+    content = plan_file_from_yaml(text)
+    if content.profile is not None:
+        profile = content.profile.updated(profile)
+    lines = text.splitlines()
+    own = [i for i, line in enumerate(lines) if line.startswith("device_profile:")]
+    if own:
+        rest = lines[own[0] + 1 :]
+        while rest and rest[0][:1] in ("", " ", "-"):
+            rest.pop(0)
+        lines = lines[: own[0]] + rest
+    written = plan_to_yaml(content.plan, profile)
+    block = written[written.index("device_profile:") :]
+    patched = "\n".join(lines) + "\n" + block
+    try:
+        is_same = plan_file_from_yaml(patched) == PlanFile(content.plan, profile)
+    except InvalidPlan:  # an older schema version has no profiles
+        is_same = False
+    return patched if is_same else written
+
+
 def plan_file_from_yaml(text: str) -> PlanFile:
     """Reads a plan file; raises `InvalidPlan` naming the key or line that is wrong."""
     content = parse_yaml(text, "a plan file")

@@ -13,7 +13,7 @@ import yaml
 from typer.testing import CliRunner
 
 from buckets.plan import Plan
-from buckets.plan_file import plan_to_yaml
+from buckets.plan_file import plan_file_from_yaml, plan_to_yaml
 from buckets.shape import StepShape
 from server.cli import app, tpu_compiler, warmup
 from server.cli.flags import read_file, read_options
@@ -53,7 +53,7 @@ def test_a_warm_up_without_weights_is_all_a_server_needs(tmp_path: Path) -> None
     for name in ("config.json", "tokenizer.json", "generation_config.json"):
         (tmp_path / "described" / name).write_bytes((model / name).read_bytes())
     cache, report, plan = tmp_path / "cache", tmp_path / "report.json", tmp_path / "plan.yaml"
-    plan.write_text(plan_to_yaml(Plan.of([StepShape(8, 2, 4, 2)])))
+    plan.write_text("# by hand\n" + plan_to_yaml(Plan.of([StepShape(8, 2, 4, 2)])))
     where = (f"--cache={cache}", f"--json={report}", f"--plan={plan}")
     given = (str(tmp_path / "described"), *where, "--jobs=1")
 
@@ -73,6 +73,12 @@ def test_a_warm_up_without_weights_is_all_a_server_needs(tmp_path: Path) -> None
     assert "nothing to do" in said
     second = json.loads(report.read_text())
     assert (second["built"], second["reused"]) == (0, 1)
+
+    kept = plan_file_from_yaml(plan.read_text())
+    assert plan.read_text().startswith("# by hand\n")
+    assert kept.profile is not None
+    assert kept.profile.target.chip == "cpu"
+    assert kept.profile.of(StepShape(8, 2, 4, 2)).hbm_bytes == row["hbm_bytes"]
 
     config = EngineConfig(
         str(model), plan=str(plan), compile_cache=str(cache), require_warm=True, **OPTIONS

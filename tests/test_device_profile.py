@@ -17,7 +17,7 @@ from buckets.device_profile import (
     profile_to_yaml,
 )
 from buckets.plan import InvalidPlan, Plan
-from buckets.plan_file import plan_file_from_yaml, plan_to_yaml
+from buckets.plan_file import PlanFile, plan_file_from_yaml, plan_to_yaml, with_profile
 from buckets.shape import StepShape
 
 TARGET = ProfileTarget("llama", "v6e", "tensor=8", "jax 0.10.2")
@@ -92,3 +92,23 @@ HEAD = "schema_version: 1\nmodel: m\nchip: c\nmesh: x\nversions: v\n"
 def test_refusals_name_the_key(text: str, message: str):
     with pytest.raises(InvalidPlan, match=message):
         profile_from_yaml(text)
+
+
+def test_a_profile_joins_a_plan_file_that_a_person_edited():
+    plan = Plan.of([SMALL, LARGE])
+    text = "# mine\n" + plan_to_yaml(plan, PROFILE)
+    newer = DeviceProfile(TARGET, {SMALL: ShapeProfile(compile_s=3.0)})
+    written = with_profile(text, newer)
+    assert written.startswith("# mine\n")
+    assert plan_file_from_yaml(written) == PlanFile(plan, PROFILE.updated(newer))
+    assert with_profile(written, newer) == written
+    assert with_profile(text.replace("device_profile:", "# after\ndevice_profile:"), newer)
+
+
+def test_a_plan_file_of_the_first_version_is_rewritten_with_its_profile():
+    plan = Plan.of([SMALL])
+    first = (
+        "schema_version: 1\nshapes:\n"
+        "- {num_tokens: 8, num_seqs: 8, pages_per_seq: 4, num_logit_rows: 8}\n"
+    )
+    assert plan_file_from_yaml(with_profile(first, PROFILE)) == PlanFile(plan, PROFILE)

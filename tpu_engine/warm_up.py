@@ -9,10 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from buckets.cache_store import CacheStore
+from buckets.device_profile import DeviceProfile, ProfileTarget, ShapeProfile
 from buckets.executable_facts import ExecutableFacts
 from buckets.plan import Plan
+from buckets.plan_file import with_profile
+from buckets.program_key import cache_key
 from buckets.shape import StepShape
 from buckets.warmup import WarmedShape, already_stored, warm_up
 from kernels.chips import chip_of
@@ -111,3 +115,42 @@ def roofline_step_s(target: StepTarget, shape: StepShape) -> float | None:
         flops / chip.bf16_flops,
     )
     return max(seconds) / cores
+
+
+def profile_of(target: StepTarget, facts: Mapping[StepShape, ExecutableFacts]) -> DeviceProfile:
+    """What the compiler said, as the plan file keeps it.
+
+    FLOPs, bytes and the step's estimate stay out: the compiler counts a scanned layer once.
+    """
+    device, config, model = target.devices[0], target.config, target.model
+    options = (config.dtype, f"kv {config.kv_dtype}", config.quantize, config.attention)
+    size = f"{model.architecture} {model.num_layers} x {model.hidden_size}"
+    pages = f"{config.num_pages} pages of {config.page_size}"
+    shapes = {
+        shape: ShapeProfile(
+            compile_s=round(one.compile_s, 3),
+            hbm_bytes=one.hbm_bytes,
+            temp_bytes=one.temp_bytes,
+            code_bytes=one.code_bytes,
+            roofline_step_s=roofline_step_s(target, shape),
+        )
+        for shape, one in facts.items()
+    }
+    key = cache_key("", target.plan.shapes[0], target.devices, target.mesh_axes, {})
+    is_cpu = device.platform == "cpu"
+    chip = device.device_kind if is_cpu else chip_of(device.device_kind).name
+    named = ProfileTarget(", ".join((size, *options, pages)), chip, key.mesh, key.versions)
+    return DeviceProfile(named, shapes)
+
+
+def keep_profile(target: StepTarget, facts: Mapping[StepShape, ExecutableFacts]) -> str:
+    """Writes the profile into the configured plan file; returns "" or why it could not."""
+    if target.config.plan is None or not facts:
+        return ""
+    path = Path(target.config.plan).expanduser()
+    try:
+        text = path.read_text(encoding="utf-8")
+        path.write_text(with_profile(text, profile_of(target, facts)), encoding="utf-8")
+    except OSError as error:
+        return f"{path} keeps no profile: {error.strerror}"
+    return ""

@@ -61,6 +61,8 @@ OPTIONS = (WarmupFlags, EngineConfig)
 def warmup(flags: WarmupFlags, config: EngineConfig) -> None:
     """Compile all programs of a server into its cache; needs neither weights nor TPU."""
     os.environ.update(warm_up_variables(os.environ))  # before JAX looks
+    from tpu_engine.warm_up import keep_profile
+
     started_s = time.monotonic()
     report_file = None if flags.json is None else writable(Path(flags.json))
     with StartupDisplay() as display:
@@ -76,6 +78,8 @@ def warmup(flags: WarmupFlags, config: EngineConfig) -> None:
         report = _report(rows.values(), started_s)
         if report_file is not None:
             _write(report_file, report | _conditions(warm_up, target, jobs))
+        if said := keep_profile(target, warm_up.stored()):
+            display.say(said)
     _tell(report, len(target.plan.shapes), target.config)
     raise typer.Exit(0 if report["built"] + report["reused"] == len(target.plan.shapes) else 1)
 
