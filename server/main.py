@@ -73,6 +73,10 @@ class Server:
         report: Report | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """Raises `InvalidConfig` for options that contradict each other."""
+        if options.serve_partial and config.require_warm:
+            limit = "off where require_warm is set: what is warm loads at once"
+            raise InvalidConfig("serve_partial", limit, True)
         self.lifecycle = Lifecycle(clock)
         self.failed = asyncio.Event()
         self.failure = ""

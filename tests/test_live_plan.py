@@ -17,6 +17,8 @@ from buckets.plan_file import plan_to_yaml
 from buckets.shape import StepShape
 from buckets.warm_order import opening_shapes
 from server.cli import app
+from server.main import Server
+from server.options import ServerOptions
 from server.proto.tpu_engine.v1 import engine_pb2 as pb
 from tests.fake_runner import expected_tokens
 from tests.server_rig import (
@@ -29,6 +31,7 @@ from tests.server_rig import (
     serving,
 )
 from tests.test_server_life import SERVING, health
+from tpu_engine.errors import InvalidConfig
 from tpu_engine.request import Request, SamplingParams
 
 WIDTH = 32
@@ -153,6 +156,11 @@ async def test_a_partial_start_serves_and_grows_with_every_shape() -> None:
         assert change_of(await rig.client.status()).kind == "partial"
         await answer(rig, 3, 1, 4)
         assert rig.built.runner.plans[-1].shape == StepShape(1, 1, WIDTH, 1)
+
+
+def test_a_partial_start_contradicts_requiring_all_to_be_warm() -> None:
+    with pytest.raises(InvalidConfig, match="serve_partial must be off where require_warm"):
+        Server(replace(CONFIG, require_warm=True), ServerOptions(serve_partial=True))
 
 
 async def test_a_partial_start_plans_with_warm_shapes_only() -> None:
