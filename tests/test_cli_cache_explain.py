@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from buckets.cache_store import CacheStore
 from buckets.executable import ExecutableSource
 from buckets.shape import StepShape
 from server.cli import app
+from server.cli.tpu_compiler import warm_up_variables
 from tests.tiny_model import TinySpec, write_hf
 from tpu_engine.config import EngineConfig
 from tpu_engine.prepare import prepare
@@ -128,3 +130,18 @@ def test_two_names_of_the_folder_must_agree(place: Place) -> None:
     result = invoke(place, "--compile-cache", "elsewhere")
     assert result.exit_code == 1
     assert "cache must be elsewhere, as compile_cache" in result.stderr
+
+
+@pytest.mark.tpu
+def test_programs_for_devices_that_are_not_here_are_explained(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in warm_up_variables(os.environ).items():
+        monkeypatch.setenv(name, value)  # and takes it away again
+    result = invoke(place, "--topology", "v6e:2x2", "--mesh", "tensor=2", "--json")
+    (row,) = json.loads(result.stdout)
+    found = {one["component"]: one["change"] for one in row["differences"]}
+    assert found["devices"].endswith("-> TPU v6 lite x 2, 2x1x1")
+    assert found["mesh"] == "tensor=1 -> tensor=2"
+    assert "libtpu" in found["versions"]
+    assert {"program", "host"} <= found.keys()

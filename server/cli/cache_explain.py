@@ -1,15 +1,16 @@
 """`tpu-engine cache explain`: why a server would find its programs in a cache, or wouldn't.
 
-Owns the command. It asks for exactly what `serve` with the same options asks for on this machine;
-how keys are compared is `buckets`' part.
+Owns the command. It asks for exactly what `serve` with the same options asks for on this machine,
+or would on named devices; how keys are compared is `buckets`' part.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -31,16 +32,21 @@ class ExplainFlags:
         shape: words of a shape as in `cache ls`, tokens=16 seqs=1; all shapes of the plan that
             have them, or every one if none is given.
         cache: folder of compiled programs; the same as compile_cache.
+        topology: devices that would serve, such as v6e:2x4, none of which need be here; this
+            machine's own if not given.
+        mesh: axes and sizes, as tensor=8, as at warmup.
         json: print JSON.
     """
 
     shape: tuple[str, ...] = ()
     cache: str | None = None
+    topology: str | None = None
+    mesh: str | None = None
     json: bool = False
 
 
 def explain(flags: ExplainFlags, config: EngineConfig) -> None:
-    """Say what differs between stored programs and what serve would ask for here.
+    """Say what differs between stored programs and what serve would ask for.
 
     Exits with 1 unless everything is stored and whole.
     """
@@ -55,10 +61,11 @@ def explain(flags: ExplainFlags, config: EngineConfig) -> None:
 
 
 def _open(flags: ExplainFlags, config: EngineConfig) -> tuple[StepTarget, CacheStore]:
-    import jax
-
+    from server.cli.tpu_compiler import warm_up_variables
     from tpu_engine.compile_store import open_folder
     from tpu_engine.prepare import prepare
+    from tpu_engine.topology import target_devices
+    from tpu_engine.warm_up import with_mesh
     from tpu_engine.weights.open_model import describe_model
 
     folder = flags.cache or config.compile_cache or str(default_cache())
@@ -69,7 +76,11 @@ def _open(flags: ExplainFlags, config: EngineConfig) -> tuple[StepTarget, CacheS
     if model.note:
         typer.echo(f"warning: {model.note}", err=True)
     config = replace(config, compile_cache=folder)
-    devices = cast("Any", jax).devices()  # its stub lacks a type
+    if flags.topology is not None:
+        os.environ.update(warm_up_variables(os.environ))  # before JAX looks
+    devices = target_devices(flags.topology)
+    if flags.topology is not None or flags.mesh is not None:
+        config = with_mesh(config, model.config, flags.mesh, len(devices))
     return prepare(config, model.config, model.num_token_ids, devices), store
 
 
