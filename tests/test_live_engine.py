@@ -146,6 +146,11 @@ def fuzzed(rng: random.Random) -> pb.GenerateRequest:
     return ids_request([rng.randrange(3, 512) for _ in range(length)], **given)
 
 
+async def ask_all(client: EngineClient, asked: list[Any]) -> list[tuple[int, ...]]:
+    answers = await asyncio.gather(*(collect(client.generate(r)) for r in asked))
+    return [tuple(answer.token_ids) for answer in answers]
+
+
 async def test_nothing_a_request_asks_for_compiles_and_a_swap_changes_no_token(
     engines: Rig, compiles: BackendCompiles
 ) -> None:
@@ -168,24 +173,20 @@ async def test_nothing_a_request_asks_for_compiles_and_a_swap_changes_no_token(
         await server.make_ready()
         before = compiles.count
 
-        async def ask_all() -> list[tuple[int, ...]]:
-            answers = await asyncio.gather(*(collect(client.generate(r)) for r in asked))
-            return [tuple(answer.token_ids) for answer in answers]
-
         async def ask_until(done: asyncio.Event) -> list[list[tuple[int, ...]]]:
             rounds: list[list[tuple[int, ...]]] = []
             while not done.is_set():
-                rounds.append(await ask_all())
+                rounds.append(await ask_all(client, asked))
             return rounds
 
-        first, done = await ask_all(), asyncio.Event()
+        first, done = await ask_all(client, asked), asyncio.Event()
         load = asyncio.create_task(ask_until(done))
         await asyncio.sleep(0.05)
         assert await client.swap_plan(plan_to_yaml(other)) == 1
         status = await ended_change(client)
         assert status.plan_change.phase == "done", status.plan_change.error
         done.set()
-        for answers in [*(await load), await ask_all()]:
+        for answers in [*(await load), await ask_all(client, asked)]:
             differing = [a for a, b in zip(first, answers, strict=True) if a != b]
             assert len(differing) <= 2, "more than rounding between shapes explains"
         assert compiles.count == before
