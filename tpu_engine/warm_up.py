@@ -13,6 +13,7 @@ from pathlib import Path
 
 from buckets.cache_store import CacheStore
 from buckets.device_profile import DeviceProfile, ProfileTarget, ShapeProfile
+from buckets.executable import ExecutableSource
 from buckets.executable_facts import ExecutableFacts
 from buckets.plan import Plan
 from buckets.plan_file import with_profile
@@ -26,6 +27,7 @@ from tpu_engine.errors import InvalidConfig
 from tpu_engine.models.config import ModelConfig
 from tpu_engine.models.sharding import TENSOR
 from tpu_engine.prepare import bytes_per_device, prepare
+from tpu_engine.state_program import NEW_STATE, StateProgram
 from tpu_engine.target import StepTarget
 from tpu_engine.topology import target_devices
 
@@ -58,6 +60,11 @@ class WarmUp:
         """What the cache has already, found without lowering."""
         target, store = self.open()
         return already_stored(target, store, target.plan.shapes)
+
+    def warm_state(self) -> None:
+        """Compiles and stores the small program that allocates pages, if the cache lacks it."""
+        target, store = self.open()
+        ExecutableSource(StateProgram(target), store).compile_missing(NEW_STATE)
 
     def run(self, shapes: tuple[StepShape, ...], jobs: int) -> Iterator[WarmedShape]:
         """Compiles `shapes` in `jobs` processes, the largest first: they take longest."""

@@ -16,6 +16,7 @@ from server.cli import (
     cache,
     chat,
     demo,
+    doctor,
     generate,
     kernels,
     plan,
@@ -58,6 +59,7 @@ app.command("chat")(with_flags(*chat.OPTIONS, optional=chat.OPTIONAL)(chat.chat)
 app.command("batch")(with_flags(*batch.OPTIONS)(batch.batch))
 app.command("bench")(with_flags(*bench.OPTIONS)(bench.bench))
 app.command("warmup")(with_flags(*warmup.OPTIONS, argument="model")(warmup.warmup))
+app.command("doctor")(with_flags(*doctor.OPTIONS)(doctor.doctor))
 app.command("demo")(with_flags(*demo.OPTIONS)(demo.demo))
 app.command("status")(status.status)
 app.add_typer(cache.app, name="cache")

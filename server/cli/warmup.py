@@ -67,6 +67,7 @@ def warmup(flags: WarmupFlags, config: EngineConfig) -> None:
     report_file = None if flags.json is None else writable(Path(flags.json))
     with StartupDisplay() as display:
         warm_up, target = open_warm_up(config, flags, display)
+        warm_up.warm_state()
         stored = warm_up.stored()
         rows = {shape: _row(target, shape, "reused", facts) for shape, facts in stored.items()}
         missing = tuple(shape for shape in target.plan.shapes if shape not in stored)
