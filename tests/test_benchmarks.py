@@ -13,6 +13,8 @@ import pytest
 from benchmarks.cpu_serving import CONTRACT, Samples, run_rounds, summarize
 from benchmarks.driver_process import Driver, DriverFailed, DriverRun, run_driver
 from benchmarks.thread_times import grouped, thread_seconds
+from benchmarks.warm_start import Start
+from benchmarks.warm_start import summarize as start_medians
 from benchmarks.workload import cpu_workload
 
 SAYS_TWO_VALUES = """
@@ -137,4 +139,19 @@ def test_threads_are_grouped_by_name() -> None:
         "compute": 2.0,
         "transport": 3.0,
         "other": 2.5,
+    }
+
+
+def test_starts_are_summed_up_by_kind() -> None:
+    cold = [Start(s, 9, 0, s - 2, 0.0, 1.0, 0.2) for s in (60.0, 50.0, 90.0)]
+    warm = [Start(4.0, 0, 9, 0.0, 1.0, 1.0, 0.2)]
+    medians = start_medians({"cold": cold, "warm": warm})
+    assert medians["cold"]["serving_s"] == 60.0
+    assert medians["cold"]["compile_s"] == 58.0
+    assert medians["warm"] == {
+        "serving_s": 4.0,
+        "programs_compiled": 0,
+        "programs_loaded": 9,
+        "compile_s": 0.0,
+        "load_s": 1.0,
     }

@@ -19,6 +19,7 @@ from server.client import EngineClient
 from server.main import Server
 from server.options import ServerOptions
 from server.proto.tpu_engine.v1 import engine_pb2 as pb
+from tests.compiler_events import CompilerEvents
 from tests.engine_rig import PAGES_PER_SEQ, Rig, make_rig, plan_of, prompts, requests, serve
 from tests.server_rig import collect, ids_request
 from tpu_engine.build import BuiltEngine, build_engine
@@ -37,26 +38,12 @@ def _engines(tmp_path_factory: pytest.TempPathFactory) -> Rig:
     return make_rig(tmp_path_factory.mktemp("live"))
 
 
-class BackendCompiles:
-    """Counts what the compiler itself was asked for in this process."""
-
-    EVENT = "/jax/core/compile/backend_compile_duration"
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def note(self, event: str, duration_secs: float, **kwargs: str | int) -> None:
-        self.count += event == self.EVENT
-
-
 @pytest.fixture(name="compiles")
-def _compiles() -> Iterator[BackendCompiles]:
-    compiles = BackendCompiles()
-    jax.monitoring.register_event_duration_secs_listener(compiles.note)
-    jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()
-    assert compiles.count >= 1, "the counter is blind"
-    yield compiles
-    jax.monitoring.unregister_event_duration_listener(compiles.note)
+def _compiles() -> Iterator[CompilerEvents]:
+    with CompilerEvents() as events:
+        jax.jit(lambda x: x * 3 + 1)(jnp.arange(7)).block_until_ready()
+        assert events.compiled >= 1, "the counter is blind"
+        yield events
 
 
 def with_stranger(engine: BuiltEngine) -> None:
@@ -65,11 +52,11 @@ def with_stranger(engine: BuiltEngine) -> None:
 
 
 def test_a_miss_is_refused_named_and_counted(
-    engines: Rig, compiles: BackendCompiles, caplog: pytest.LogCaptureFixture
+    engines: Rig, compiles: CompilerEvents, caplog: pytest.LogCaptureFixture
 ) -> None:
     engine = engines.build(PLAN)
     with_stranger(engine)
-    before = compiles.count
+    before = compiles.compiled
     (request,) = requests([(5, 6, 7)], PARAMS)
     outputs = [*engine.loop.turn([Submit(request)], 0.0), *engine.loop.turn([], 0.0)]
     (output,) = [o for o in outputs if isinstance(o, RequestOutput) and o.finish is not None]
@@ -82,7 +69,7 @@ def test_a_miss_is_refused_named_and_counted(
     (line,) = [r.getMessage() for r in caplog.records if "compile miss" in r.getMessage()]
     assert str(STRANGER) in line
     assert "requests 1" in line
-    assert compiles.count == before
+    assert compiles.compiled == before
     engine.loop.use_plan(UsePlan(engine.plan))
     assert len(serve(engine, requests(prompts(3), PARAMS, first_id=2))) == 3
 
@@ -152,7 +139,7 @@ async def ask_all(client: EngineClient, asked: list[Any]) -> list[tuple[int, ...
 
 
 async def test_nothing_a_request_asks_for_compiles_and_a_swap_changes_no_token(
-    engines: Rig, compiles: BackendCompiles
+    engines: Rig, compiles: CompilerEvents
 ) -> None:
     """A fuzz of requests, and a swap in the middle of them."""
     rng = random.Random(4)
@@ -171,7 +158,7 @@ async def test_nothing_a_request_asks_for_compiles_and_a_swap_changes_no_token(
     server = Server(config, ServerOptions(port=0, allow_plan_swap=True), build=build)
     async with EngineClient(f"127.0.0.1:{await server.start()}") as client:
         await server.make_ready()
-        before = compiles.count
+        before = compiles.compiled
 
         async def ask_until(done: asyncio.Event) -> list[list[tuple[int, ...]]]:
             rounds: list[list[tuple[int, ...]]] = []
@@ -189,7 +176,7 @@ async def test_nothing_a_request_asks_for_compiles_and_a_swap_changes_no_token(
         for answers in [*(await load), await ask_all(client, asked)]:
             differing = [a for a, b in zip(first, answers, strict=True) if a != b]
             assert len(differing) <= 2, "more than rounding between shapes explains"
-        assert compiles.count == before
+        assert compiles.compiled == before
         status = await client.status()
         assert status.miss_count == 0
         states = {s.shape.num_tokens: (s.in_plan, s.source, s.steps > 0) for s in status.shapes}

@@ -160,7 +160,7 @@ def _warm(
     partial: bool,
     report: OnProgress,
 ) -> tuple[StepState, Plan]:
-    """Allocates the state, and loads or compiles every shape or those to open with.
+    """Loads or compiles every shape or those to open with, and allocates the state.
 
     Returns the plan that these shapes make.
     """
@@ -170,12 +170,13 @@ def _warm(
     current = short_name(seen.current)
     report(Progress("compile", 0, seen.total, "first shape", current))
     try:
-        state, _ = new_state(target, store, require_warm=target.config.require_warm)
         for record in executables.build(shapes):
             seen.note(record.shape, record.source, record.seconds)
             current, left_s = short_name(seen.current), seen.seconds_left
             done, total = seen.done, seen.total
             report(Progress("compile", done, total, _summary(record), current, left_s))
+        # After the steps: where a warm cache is required, those are the ones to be told of.
+        state, _ = new_state(target, store, require_warm=target.config.require_warm)
     except NotWarm as error:
         limit = "a cache that holds every program (tpu-engine warmup fills one)"
         raise InvalidConfig("require_warm", limit, str(error)) from error
